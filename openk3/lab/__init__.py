@@ -1,0 +1,1 @@
+"""The laboratory: what is done with a model once it exists (completions, conversations, measurements, the doctor)."""

@@ -1,0 +1,1 @@
+"""The modules of K3 and what a sequence remembers. Single-device code: no files, no distribution, no HTTP."""

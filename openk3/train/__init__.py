@@ -1,0 +1,1 @@
+"""Training: options, the loop, the run folder, held-out scoring and samples."""
