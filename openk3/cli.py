@@ -18,7 +18,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from openk3.errors import UserError
 from openk3.train.options import CompareOptions, TrainOptions
 
-out = Console(highlight=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 note = Console(stderr=True, highlight=False)
 Folder = Annotated[Positional[Path], arg(metavar="DIR", help="A run folder or a checkpoint in the released layout.")]
 

@@ -157,6 +157,9 @@ def describe(cfg: K3Config) -> list[tuple[str, str]]:
     for row in counts.rows:
         units = f" ({row.per_unit:,} × {row.units})" if row.units > 1 else ""
         rows.append((row.name, f"{row.total:,}{units}" + (f", active {row.active:,}" if row.active not in (0, row.total) else "")))
-    rows.append(("parameters", f"{counts.total:,} ({short(counts.total)})"))
+    if counts.vision_total:
+        rows.append(("text parameters", f"{counts.text_total:,} ({short(counts.text_total)})"))
+    label = "with vision" if counts.vision_total else "parameters"
+    rows.append((label, f"{counts.total:,} ({short(counts.total)})"))
     rows.append(("active per token", f"{counts.active:,} ({short(counts.active)}; with lm_head, without the embedding)"))
     return rows

@@ -135,7 +135,7 @@ def _scramble(model: K3ForCausalLM, seed: int) -> K3ForCausalLM:
             p.copy_(noise(p) * 0.1)
         elif "conv1d" not in name:
             p.copy_(noise(p) * (1.0 if "embed" in name else 0.7 * p.shape[-1] ** -0.5))
-    for name, b in model.named_buffers():
+    for _, b in model.named_buffers():
         b.copy_(0.05 * noise(b))
     return model.eval()
 

@@ -36,7 +36,7 @@ class Audit:
     """`problems`: why `load` would refuse the folder, or what its values have that they shouldn't; `notes`: what is odd but harmless.
 
     `tensors` go by canonical name, in the files' order. block_max (after a full audit of packed experts): the share of MXFP4 blocks
-    by their largest magnitude. Any 3 is the work of scale mode rceil, any 2 or less of ceil; only 4 and 6, of floor or even.
+    by their largest magnitude. Any 3 is the work of scale mode rceil, any 2 of ceil; only 4 and 6, of floor or even.
     """
 
     directory: Path

@@ -13,7 +13,7 @@ from openk3.ops.mx import MODES
 
 from .expected import Spec, expected_tensors
 from .names import keeps_float32, split_expert
-from .reader import INDEX, SAFETENSORS, TORCH, Reader
+from .reader import INDEX, SAFETENSORS, SINGLE, TORCH, Reader
 from .writer import SHARD_BYTES, Item, config_for, pack_items, pad_heads, write
 
 COMPANION_BYTES = 1 << 28  # tokenizers, chat formats, licences and the like are copied along; anything larger isn't one
@@ -33,13 +33,13 @@ def convert(
     to "mxfp4": dense experts are quantised with the scale `mode` (`ops/mx.py`), packed ones are copied code by code, and everything
     else is copied as stored. to "bf16": packed experts are unpacked, exactly, and all weights but those that are float32 in the
     release are rounded to bfloat16. Names become the released ones, `A_log` is padded. progress(bytes done, bytes in all).
-    Raises `UserError` for a source that isn't whole, and for one folder given as both.
+    Raises `UserError` for a source that isn't whole, and for a target that holds a checkpoint already.
     """
     source, target = Path(source), Path(target)
     if to not in ("bf16", "mxfp4") or mode.lower() not in MODES:
         raise UserError(f"convert: to is bf16 or mxfp4, mode {', '.join(MODES)}; not {to!r} and {mode!r}")
-    if target.exists() and source.resolve() == target.resolve():
-        raise UserError(f"{target}: source and target are the same folder; converting loses bits, so give another target")
+    if (target / SINGLE).exists() or (target / INDEX).exists():
+        raise UserError(f"{target}: already holds a checkpoint; give another folder")
     reader = Reader(source)
     reader.check()
     items = list(_items(reader, to, mode))

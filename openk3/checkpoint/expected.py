@@ -193,33 +193,32 @@ def problems(config: K3Config, stored: Mapping[str, Stored], promised: Mapping[s
         return found["weight_packed"] or found["weight_scale"] or config.quantized and not found["weight"]
 
     expected = expected_tensors(config, packed)
-    shard = {canonical(name, config.flat): path for name, path in promised.items()}
-    missing = [
-        f"{name} ({dtype} {list(shape)}{f', promised in {shard[name].name}' if name in shard else ''})"
-        for name, (shape, dtype) in expected.items()
-        if name not in stored
-    ]
+    absent = [name for name in expected if name not in stored]
+    shard = {canonical(name, config.flat): path for name, path in promised.items()} if absent else {}
+    missing = []
+    for name in absent:
+        shape, dtype = expected[name]
+        missing.append(f"{name} ({dtype} {list(shape)}{f', promised in {shard[name].name}' if name in shard else ''})")
     extra, misshapen, mistyped = [], [], []
     for name, tensor in stored.items():
-        where = f"{tensor.name} in {tensor.file.name}"
         if name not in expected:
-            extra.append(where)
+            extra.append(f"{tensor.name} in {tensor.file.name}")
             continue
         shape, dtype = expected[name]
-        if tensor.shape not in _accepted(name, shape, config):
-            misshapen.append(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.dtype != "U8" if dtype == "U8" else tensor.dtype not in FLOATS:
-            mistyped.append(f"{where} is {tensor.dtype}, expected {dtype}")
+        if tensor.shape != shape and tensor.shape not in _other_forms(name, shape, config):
+            misshapen.append(f"{tensor.name} in {tensor.file.name} is {list(tensor.shape)}, expected {list(shape)}")
+        if tensor.dtype != dtype and (dtype == "U8" or tensor.dtype not in FLOATS):
+            mistyped.append(f"{tensor.name} in {tensor.file.name} is {tensor.dtype}, expected {dtype}")
     kinds = (("missing", missing), ("unknown to this config", extra), ("of the wrong shape", misshapen), ("of the wrong dtype", mistyped))
     return [_line(kind, items) for kind, items in kinds if items]
 
 
-def _accepted(name: str, shape: tuple[int, ...], config: K3Config) -> tuple[tuple[int, ...], ...]:
-    """The released shape, and those of early ports: an unpadded A_log, also as [1, 1, H, 1], and a pseudo-query without its first axis."""
+def _other_forms(name: str, shape: tuple[int, ...], config: K3Config) -> tuple[tuple[int, ...], ...]:
+    """The shapes of early ports: an unpadded A_log, also as [1, 1, H, 1], and a pseudo-query without its first axis."""
     if name.endswith(".A_log"):
         heads = config.text_config.linear_attn_config.num_heads  # type: ignore[union-attr]
-        return shape, (heads,), (1, 1, heads, 1)
-    return (shape, shape[1:]) if name.endswith("_res_proj.weight") else (shape,)
+        return (heads,), (1, 1, heads, 1)
+    return (shape[1:],) if name.endswith("_res_proj.weight") else ()
 
 
 def _line(kind: str, items: list[str], most: int = 5) -> str:

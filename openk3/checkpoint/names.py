@@ -41,8 +41,10 @@ def canonical(name: str, flat: bool) -> str:
     """
     if is_vision(name):
         return name
-    inner = _RESIDUAL.sub(r"\1_\2.weight", name.removeprefix(PREFIX))
-    if _OUTSIDE_MODEL.match(inner):
+    inner = name.removeprefix(PREFIX)
+    if "_res." in inner:
+        inner = _RESIDUAL.sub(r"\1_\2.weight", inner)
+    if not inner.startswith("model.") and _OUTSIDE_MODEL.match(inner):
         inner = "model." + inner
     return inner if flat else PREFIX + inner
 

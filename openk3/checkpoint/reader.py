@@ -19,6 +19,7 @@ from torch import Tensor
 from openk3.config import K3Config
 from openk3.errors import UserError
 from openk3.model.k3 import K3ForCausalLM
+from openk3.model.latent_moe import Experts
 from openk3.model.quantized import PackedExperts
 from openk3.ops.mx import dequantize_mxfp4, quantize_mxfp4
 
@@ -134,10 +135,11 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
         raise UserError(f"{directory}: no {SINGLE} and no {INDEX} here{shards}")
     try:
         names = json.loads(index.read_bytes())["weight_map"]
-        promised = {name: directory / file for name, file in names.items()}
+        paths = {file: directory / file for file in set(names.values())}
+        promised = {name: paths[file] for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         raise UserError(f"{index}: not an index of shards ({type(e).__name__}: {e}); copy it again") from None
-    files = sorted(set(promised.values()))
+    files = sorted(paths.values())
     if outside := [file for file in files if file.parent != directory]:
         raise UserError(f"{index}: names {outside[0]}, which isn't a file of this folder")
     if absent := [file.name for file in files if not file.is_file()]:
@@ -221,14 +223,14 @@ def _pack_layers(model: K3ForCausalLM, reader: Reader, experts: str) -> None:
     if experts not in ("auto", "packed", "dense"):
         raise UserError(f"experts is {experts!r}: auto, packed or dense")
     for name, module in list(model.named_modules()):
-        if not name.endswith(".experts") or experts == "dense":
+        if not isinstance(module, Experts) or experts == "dense":
             continue
-        stem = released(name, reader.config.flat)
-        stored = [f"{stem}.{e}.{w}.weight_packed" in reader.tensors for e in range(len(module.w1)) for w in ("w1", "w2", "w3")]
+        stem, (count, hidden, latent) = released(name, reader.config.flat), module.w1.shape
+        stored = (f"{stem}.{e}.{w}.weight_packed" in reader.tensors for e in range(count) for w in ("w1", "w2", "w3"))
         if experts == "packed" or all(stored):
             with torch.device("meta"):
-                packed = PackedExperts(len(module.w1), module.w1.shape[2], module.w1.shape[1], module.act)
-            model.get_submodule(name.rpartition(".")[0]).experts = packed
+                packed = PackedExperts(count, latent, hidden, module.act)
+            setattr(model.get_submodule(name.rpartition(".")[0]), "experts", packed)  # noqa: B010
 
 
 def _dtype(dtype: torch.dtype | str | None, reader: Reader) -> torch.dtype:

@@ -95,7 +95,7 @@ def save(
     if layout != "released" or experts not in ("as-is", "dense", "packed"):
         raise UserError(f"save: layout is 'released', experts as-is, dense or packed; not {layout!r} and {experts!r}")
     config: K3Config = model.config  # type: ignore[assignment]
-    state = {name.removeprefix("_orig_mod."): value for name, value in model.state_dict().items()}  # torch.compile's prefix
+    state = {_WRAPPERS.sub("", name): value for name, value in model.state_dict().items()}
     items = list(_items(state, config, experts, dtype, mode))
     names = {item.name for item in items}
     packed = any(name.endswith("_packed") for name in names)
@@ -279,4 +279,5 @@ def _put_in_place(aside: Path, directory: Path) -> None:
         (directory / name).unlink()
 
 
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # torch.compile's and activation checkpointing's
 _SHARD = re.compile(r"model(\.\d+)?-\d{5,6}-of-\d{5,6}\.safetensors")

@@ -67,9 +67,9 @@ def golden_parity() -> str:
     ids, expected = golden["input_ids"], golden["logits"]
     with torch.no_grad():
         out = model(ids, keep_hidden=True)
+        loss = float(model.loss(ids[:, :-1], ids[:, 1:])) - float(golden["loss"])
     error = worst(out.logits, expected)
     hidden = max(worst(h, golden[f"layer.{layer}.hidden"]) for layer, h in enumerate(out.hidden))
-    loss = float(model.loss(ids[:, :-1], ids[:, 1:])) - float(golden["loss"])
     require(error < 1e-3 and hidden < 1e-3 and abs(loss) < 1e-5,
             f"logits are off by {error:.1e}, hidden states by {hidden:.1e} of their deviation, the loss by {loss:.1e}")
     return f"logits within {error:.0e}, hidden states within {hidden:.0e} of their deviation, loss within {abs(loss):.0e}"
@@ -88,7 +88,7 @@ def chunk_form() -> str:
 
 
 def cache_exactness() -> str:
-    model, ids = checkpoint.load(GOLDEN), load_file(GOLDEN / "golden.safetensors")["input_ids"]
+    model, ids = checkpoint.load(GOLDEN).double(), load_file(GOLDEN / "golden.safetensors")["input_ids"]
     with torch.no_grad():
         whole = model(ids).logits
         error = 0.0
@@ -98,8 +98,8 @@ def cache_exactness() -> str:
                 parts.append(model(ids[:, start : start + size], cache=cache).logits)
                 start += size
             error = max(error, worst(torch.cat(parts, 1), whole))
-    require(error < 1e-4, f"a sequence fed in pieces is {error:.1e} of a deviation from the whole")
-    return f"whole, in two pieces and token by token agree within {error:.0e}"
+    require(error < 1e-9, f"a sequence fed in pieces is {error:.1e} of a deviation from the whole, in float64")
+    return f"whole, in two pieces and token by token agree within {error:.0e} in float64"
 
 
 def training_step() -> str:

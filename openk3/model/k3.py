@@ -16,7 +16,7 @@ from openk3.model.cache import HybridCache
 from openk3.model.generate import generate
 from openk3.model.kda import ConvWeight, KimiDeltaAttention
 from openk3.model.latent_moe import Experts, LatentMoE, Router
-from openk3.model.layers import MLP, Linear, RMSNorm
+from openk3.model.layers import MLP, Embedding, Linear, RMSNorm
 from openk3.model.layout import Layout, align_left, resets_from_cu_seqlens
 from openk3.model.mla import GatedMLA, MultiHeadAttention
 from openk3.ops.precision import wide
@@ -80,7 +80,7 @@ class K3Model(nn.Module):
         text = config.text_config
         act = Activation(text.hidden_act, text.activation_situ_beta, text.activation_situ_linear_beta)
         self.block_size, self.eps = text.attn_res_block_size, text.rms_norm_eps
-        self.embed_tokens = nn.Embedding(text.vocab_size, text.hidden_size)
+        self.embed_tokens = Embedding(text.vocab_size, text.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index, act) for index in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         if self.block_size is not None:
@@ -180,7 +180,7 @@ class K3ForCausalLM(nn.Module):
         std = self.config.openk3.initializer_std or self.config.text_config.initializer_range
         draw = torch.Generator().manual_seed(seed)
         for name, module in self.named_modules():
-            if isinstance(module, (Linear, nn.Embedding, Router)):
+            if isinstance(module, (Linear, Embedding, Router)):
                 _normal(module.weight, std, draw) if not name.endswith("_res_proj") else module.weight.zero_()
             elif isinstance(module, Experts):
                 for weight in (module.w1, module.w3, module.w2):

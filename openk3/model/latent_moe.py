@@ -14,7 +14,7 @@ from openk3.model.layers import MLP, Linear, RMSNorm
 from openk3.ops import backend
 from openk3.ops.experts import experts
 from openk3.ops.precision import wide
-from openk3.ops.routing import Routing, expert_load, histogram_range, required_bias_histogram, route
+from openk3.ops.routing import Routing, expert_load, required_bias_histogram, route
 from openk3.ops.situ import Activation
 
 
@@ -22,8 +22,8 @@ class Router(nn.Module):
     """Float32 scores, selection by score plus correction bias, weights from the scores alone.
 
     The bias is a float32 buffer that no optimizer touches. While training with `collect` on, each forward adds to `load`
-    (tokens per expert) and `histogram` (counts of the bias each expert would have needed, for Quantile Balancing);
-    `begin_collection` zeroes both and fixes the histogram's range for the step.
+    (tokens per expert) and `histogram` (counts of the bias each expert would have needed, for Quantile Balancing), which
+    whoever balances has zeroed, with the histogram's range fixed for the step.
     """
 
     def __init__(self, config: K3Config):
@@ -34,15 +34,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(text.num_experts, text.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(text.num_experts, dtype=torch.float32))
         self.collect, self.bins = False, 1000
-        self.hist_lo, self.hist_width = -1.0, 0.002
-        self.histogram: Tensor | None = None
-        self.load: Tensor | None = None
-
-    def begin_collection(self) -> None:
-        bias = self.e_score_correction_bias
-        self.hist_lo, self.hist_width = histogram_range(bias, self.bins)
-        self.histogram = torch.zeros(self.num_experts, self.bins, dtype=torch.int32, device=bias.device)
-        self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=bias.device)
+        self.hist_lo, self.hist_width = torch.tensor(-1.0), torch.tensor(0.002)
+        self.histogram: Tensor | None = None                             # int32 [E, bins]
+        self.load: Tensor | None = None                                  # int64 [E]
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """x `[N, D]`; valid bool `[N]`: padding isn't counted."""

@@ -21,6 +21,13 @@ class Linear(nn.Linear):
         """Left to `init_weights`: the model sets every value in one place."""
 
 
+class Embedding(nn.Embedding):
+    """A row per token id; values are set by `init_weights` or a checkpoint, as `Linear`'s."""
+
+    def reset_parameters(self) -> None:
+        """torch's would draw values, on the meta device too, where that alone costs seconds of imports."""
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last axis."""
 

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from openk3.ops import backend
 from openk3.ops.experts import experts, experts_by_need
-from openk3.ops.mx import dequantize_mxfp4
+from openk3.ops.mx import GROUP, dequantize_mxfp4
 from openk3.ops.routing import Routing
 from openk3.ops.situ import Activation
-
-GROUP = 32                     # columns that share a scale
 
 
 class PackedExperts(nn.Module):

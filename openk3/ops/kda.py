@@ -50,5 +50,4 @@ def kda_recurrent(q, k, v, g, beta, *, scale=None, initial_state=None, resets=No
     return torch.stack(o, 1), S
 
 
-def kda_chunk(q, k, v, g, beta, *, scale=None, initial_state=None, resets=None, bounded=True):
-    return kda_recurrent(q, k, v, g, beta, initial_state=initial_state, resets=resets)
+from openk3.ops.kda_chunk import kda_chunk  # noqa

@@ -49,21 +49,23 @@ class Activation:
         if gate.device.type != "cpu" or gate.numel() <= BLOCK:
             return self._value(gate, up)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        for o, g, u in zip(*(_blocks(x) for x in (out, gate, up)), strict=True):
+        for o, g, u in zip(*(_blocks(x, gate.shape[-1]) for x in (out, gate, up)), strict=True):
             o.copy_(self._value(g, u))
         return out
 
     def backward(self, dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """(d/dgate, d/dup) of `dy · act`: σ' and tanh' written so that saturation gives 0, never NaN. Blocks as in `forward`."""
-        if gate.device.type != "cpu" or gate.numel() <= BLOCK:
-            return self._slopes(dy, gate, up)
-        out = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1])
-        dgate, dup = out.chunk(2, -1)
-        for a, b, d, g, u in zip(*(_blocks(x) for x in (dgate, dup, dy, gate, up)), strict=True):
-            one, two = self._slopes(d, g, u)
-            a.copy_(one)
-            b.copy_(two)
+        """(d/dgate, d/dup) of `dy · act`: σ' and tanh' written so that saturation gives 0, never NaN."""
+        dgate, dup = self.backward_joined(dy, gate, up).chunk(2, -1)
         return dgate, dup
+
+    def backward_joined(self, dy: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """The same side by side, `[..., 2F]`. Blocks as in `forward`."""
+        if gate.device.type != "cpu" or gate.numel() <= BLOCK:
+            return torch.cat(self._slopes(dy, gate, up), -1)
+        out = gate.new_empty(*gate.shape[:-1], 2 * gate.shape[-1])
+        for o, d, g, u in zip(*(_blocks(x, gate.shape[-1]) for x in (out, dy, gate, up)), strict=True):
+            torch.cat(self._slopes(d, g, u), -1, out=o)
+        return out
 
     def _value(self, gate: Tensor, up: Tensor) -> Tensor:
         g, u = wide(gate), wide(up)
@@ -105,7 +107,7 @@ class _GLU(torch.autograd.Function):
 
 
 
-def _blocks(x: Tensor) -> tuple[Tensor, ...]:
+def _blocks(x: Tensor, columns: int) -> tuple[Tensor, ...]:
     """Pieces of about BLOCK elements along the rows."""
     rows = x.flatten(0, -2)
-    return rows.split(max(1, BLOCK // x.shape[-1]))
+    return rows.split(max(1, BLOCK // columns))

@@ -65,7 +65,7 @@ class QuantileBalancer:
         if not 0 <= ema < 1 or bins < 2 or gamma <= 0:
             raise UserError(f"balancing needs 0 ≤ ema < 1, at least 2 bins and gamma > 0, got ema {ema}, {bins} bins, gamma {gamma}")
         self.method, self.bins, self.ema, self.gamma, self.observed = method, bins, ema, gamma, observed
-        self.gates = {name: m for name, m in model.named_modules() if name.endswith("block_sparse_moe.gate")}
+        self.gates: dict[str, Any] = {name: m for name, m in model.named_modules() if name.endswith("block_sparse_moe.gate")}
         for name, gate in self.gates.items():
             if gate.e_score_correction_bias.dtype != torch.float32:
                 dtype = str(gate.e_score_correction_bias.dtype).removeprefix("torch.")
@@ -132,7 +132,7 @@ class QuantileBalancer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seen = {name: (low, high) for name, (low, high) in state["seen"].items()}
 
-    def _next(self, gate: nn.Module, load: Tensor, histogram: Tensor) -> Tensor:
+    def _next(self, gate: Any, load: Tensor, histogram: Tensor) -> Tensor:
         bias = gate.e_score_correction_bias
         if self.method == "quantile":
             return bias.lerp(quantile_from_histogram(histogram, gate.k, gate.hist_lo, gate.hist_width), 1 - self.ema)
@@ -180,9 +180,10 @@ class LoadMeter:
         if not layers:
             return None
         loads = torch.stack([layer.load for layer in layers])
-        self._loads = loads if self._loads is None else self._loads + loads
-        self._last = list(layers)
-        return self.flush() if self._loads.sum(-1).min() >= self.min_q * loads.shape[-1] else None
+        if self._loads is not None:
+            loads = loads + self._loads
+        self._loads, self._last = loads, list(layers)
+        return self.flush() if loads.sum(-1).min() >= self.min_q * loads.shape[-1] else None
 
     def flush(self) -> dict[str, Any] | None:
         """The record of what is summed so far, however little (None: nothing), and a new start.

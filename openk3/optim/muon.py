@@ -30,7 +30,7 @@ from openk3.optim.specs import ParamSpec
 CPU_BYTES_PER_THREAD = 2 << 20
 DEVICE_BYTES = 1 << 30
 
-Piece = tuple[Tensor, Tensor, Tensor]  # parameter, gradient and momentum of some blocks: [n, r, c] each
+Piece = tuple[Tensor, ...]  # parameter, gradient and momentum of some blocks: [n, r, c] each
 
 
 class MuonAdamW(Optimizer):
@@ -173,7 +173,6 @@ def _muon_update(chunk: list[Piece], group: dict[str, Any]) -> None:
 
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scale the gradients so that their common 2-norm is at most `max_norm` (None: only measure); the norm before, 0-dim."""
-    params = [p for p in params if p.grad is not None]
     if max_norm is None:
-        return torch.nn.utils.get_total_norm([p.grad for p in params])
+        return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
     return torch.nn.utils.clip_grad_norm_(params, max_norm)

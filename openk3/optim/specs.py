@@ -56,7 +56,9 @@ _RULES: tuple[tuple[str, Treatment, str], ...] = (
     (r"self_attn\.(o_proj|q_a_proj|kv_a_proj_with_mqa)\.weight", "muon", "shared by all heads"),
     (r"self_attn\.(g|g_a|g_b|f_a|f_b|b)_proj\.weight", "muon", "gate"),
 )
-_COMPILED = tuple((re.compile(rf"(?:^|\.){pattern}$"), treatment, reason) for pattern, treatment, reason in _RULES)
+_COMPILED: tuple[tuple[re.Pattern[str], Treatment, str], ...] = tuple(
+    (re.compile(rf"(?:^|\.){pattern}$"), treatment, reason) for pattern, treatment, reason in _RULES
+)
 
 
 def block_specs(model: nn.Module, *, per_head: bool = True) -> list[ParamSpec]:
@@ -95,15 +97,13 @@ def specs_for(model: nn.Module, optimizer: str = "per-head-muon") -> list[ParamS
 
 def describe(specs: Collection[ParamSpec]) -> list[dict[str, str | int]]:
     """What got which rule, for a table and for `train.json`: rows of treatment, count (tensors) and parameters (numbers)."""
-    rows: dict[str, dict[str, str | int]] = {}
+    sizes: dict[str, list[int]] = {}  # per label
     for spec in specs:
-        label = spec.treatment
+        label: str = spec.treatment
         if spec.treatment == "muon":
             label += " per head" if spec.rows else " per expert" if spec.param.ndim == 3 else " whole matrix"
-        row = rows.setdefault(label, {"treatment": label, "count": 0, "parameters": 0})
-        row["count"] += 1
-        row["parameters"] += spec.param.numel()
-    return [rows[label] for label in sorted(rows, reverse=True)]
+        sizes.setdefault(label, []).append(spec.param.numel())
+    return [{"treatment": label, "count": len(sizes[label]), "parameters": sum(sizes[label])} for label in sorted(sizes, reverse=True)]
 
 
 def _plain(name: str) -> str:
@@ -120,7 +120,7 @@ def _place(name: str, shape: tuple[int, ...]) -> tuple[Treatment, str]:
 def _head_rows(name: str, text: TextConfig, names: Collection[str]) -> tuple[int, int]:
     """(rows of one head, heads) of a projection whose rows are heads. What stands beside it tells KDA from full attention."""
     prefix, projection, _ = name.rsplit(".", 2)
-    if f"{prefix}.A_log" in names:
+    if f"{prefix}.A_log" in names and text.linear_attn_config is not None:
         return text.linear_attn_config.head_dim, text.linear_attn_config.num_heads
     size = {
         "q_proj": text.qk_head_dim,

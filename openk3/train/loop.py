@@ -58,8 +58,7 @@ class Listener:
 def train(options: TrainOptions, listener: Listener | None = None) -> Path:
     """Train as told; give back the run folder. Ctrl-C (SIGINT) ends the run after the current step, saved: `resume` goes on."""
     listener = listener or Listener()
-    if options.resume:
-        options = _resumed(options)
+    options = (_resumed(options) if options.resume else options).check()
     trainer = Trainer(options, listener)
     finished = trainer.run()
     trainer.close(finished)
@@ -91,7 +90,8 @@ class Trainer:
         self.groups = describe(specs)
         self.optimizer = MuonAdamW(specs, lr=options.lr, weight_decay=options.weight_decay)
         self.balancer = QuantileBalancer(self.model, method=options.balance)
-        self.meter = LoadMeter(self.balancer.gates)
+        self.meter = LoadMeter()
+        self.load: dict | None = None                               # expert load over the last steps that say something
         self.step_number, self.tokens, self.seconds = 0, 0, 0.0
         self.marks = {"eval": 0.0, "save": 0.0}                     # training seconds at which each was last done
         self.stop = threading.Event()
@@ -130,7 +130,7 @@ class Trainer:
         name = self.options.config
         if self.options.resume:
             return K3Config.load(self.folder)
-        config = preset(name) if name in PRESETS else K3Config.load(name)
+        config = K3Config.load(name) if name not in PRESETS and Path(name).exists() else preset(name)
         t = self.tokenizer
         config = config.with_vocab(t.vocab_size, bos=t.bos_id, eos=t.eos_id, pad=t.pad_id, media_placeholder=t.media_pad_id)
         if config.vision_config is not None:
@@ -201,8 +201,9 @@ class Trainer:
             "tokens_per_s": batch.tokens / took, "elapsed_s": self.seconds,
             "max_vio": max((b.max_vio for b in balance), default=None), "min_load": min((b.min_load for b in balance), default=None)}
         self.metrics.write("step", **metrics)
-        if self.meter.add(balance):
-            self.metrics.write("balance", step=self.step_number, **self.meter.report())
+        if record := self.meter.add(balance):
+            self.load = record
+            self.metrics.write("balance", step=self.step_number, **record)
         self.listener.step(metrics, self.progress)
 
     def look(self) -> None:
@@ -227,7 +228,7 @@ class Trainer:
         """Everything the next step depends on, whole or not at all."""
         runfolder.save_resume(self.folder, {
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "data": self.data.state_dict(),
-            "balancer": self.balancer.state_dict(), "meter": self.meter.state_dict(),
+            "balancer": self.balancer.state_dict(), "load": self.load,
             "step": self.step_number, "tokens": self.tokens, "seconds": self.seconds, "marks": dict(self.marks),
             "random": (random.getstate(), np.random.get_state(), torch.get_rng_state()), "corpus": self.corpus.digest})
 
@@ -241,7 +242,7 @@ class Trainer:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.data.load_state_dict(saved["data"])
         self.balancer.load_state_dict(saved["balancer"])
-        self.meter.load_state_dict(saved["meter"])
+        self.load = saved["load"]
         self.step_number, self.tokens, self.seconds, self.marks = saved["step"], saved["tokens"], saved["seconds"], saved["marks"]
         python, numpy, generator = saved["random"]
         random.setstate(python)
@@ -262,11 +263,11 @@ class Trainer:
         self.look()
         bits = self._score([d.text for d in self.corpus.held_out], "full") if self.options.final_eval else None
         parse_rate = self._sample() if self.options.samples else None
-        load = self.meter.last
+        load = self.load or self.meter.flush()
         count = self.config.parameter_count()
         self.metrics.write(
             "final", step=self.step_number, bits_per_byte=bits, xz_bits_per_byte=self.corpus.xz_bits_per_byte,
-            max_vio=None if load is None else max(load["max_vio"]), dead_experts=None if load is None else sum(load["dead"]),
+            max_vio=load and load["worst_max_vio"], dead_experts=load and load["dead_experts"],
             parse_rate=parse_rate, tokens=self.tokens, elapsed_s=self.seconds, parameters_total=count.total, parameters_active=count.active)
 
     def _sample(self) -> float | None:

@@ -73,7 +73,8 @@ class TrainOptions:
     final_eval: bool = True
     """Score all of the held-out text at the end."""
 
-    def __post_init__(self):
+    def check(self) -> "TrainOptions":
+        """Itself, if every value is in range. Errors: one that isn't, in one line."""
         for name, fine, want in (
             ("minutes", self.minutes is None or self.minutes > 0, "more than 0"),
             ("tokens", self.tokens is None or self.tokens > 0, "more than 0"),
@@ -92,6 +93,7 @@ class TrainOptions:
             raise UserError("--minutes and --tokens are both given: choose one")
         if self.micro_batch and self.batch_size % self.micro_batch:
             raise UserError(f"--batch-size {self.batch_size} is no multiple of --micro-batch {self.micro_batch}")
+        return self
 
     @property
     def folder(self) -> Path:

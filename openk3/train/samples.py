@@ -74,7 +74,8 @@ def _logical_lines(source: str) -> list[tuple[int, str, str]] | None:
             if token.type == tokenize.NEWLINE:
                 end = token.end[0]
                 raw = "".join(physical[start:end])
-                found.append((indent, " ".join(words), raw if raw.endswith("\n") else raw + "\n"))
+                if words:
+                    found.append((indent, " ".join(words), raw if raw.endswith("\n") else raw + "\n"))
                 start, words, first = end, [], True
                 continue
             if token.type == tokenize.ERRORTOKEN and token.string.strip():

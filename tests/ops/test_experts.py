@@ -1,6 +1,7 @@
 """Routed experts sorted by expert equal the loop over experts: values, gradients, and the corners of routing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openk3.ops.experts import experts, experts_reference
+import openk3.ops.experts as module
+from openk3.ops.experts import experts, experts_by_need, experts_reference
 from openk3.ops.situ import Activation
 
 K3, SILU = Activation("situ", 4.0, 25.0), Activation("silu")
@@ -29,16 +31,30 @@ def tokens(indices: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
     return z.requires_grad_(), p.requires_grad_(), dy
 
 
+@contextmanager
+def layout(padded: bool) -> Iterator[None]:
+    """Experts' rows filled up to one length and multiplied as a batch, or close and one by one: else the sizes decide."""
+    plan = module._Plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_Plan", lambda indices, count: plan(indices, count, padded=padded))
+        patch.setattr(module, "ROUND", 2)
+        yield
+
+
 def assert_equal_to_the_loop(indices: Tensor, act: Activation) -> list[Tensor]:
-    """Values and all gradients in float64; gives back the gradients."""
+    """Values and all gradients in float64, in both layouts; gives back the gradients of the second."""
     z, p, dy = tokens(indices)
     inputs = [z, p, *weights_of()]
-    got, want = (form(z, indices, p, *inputs[2:], act) for form in (experts, experts_reference))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    grads = [torch.autograd.grad(y, inputs, dy) for y in (got, want)]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
-    return list(grads[0])
+    want = experts_reference(z, indices, p, *inputs[2:], act)
+    wanted = torch.autograd.grad(want, inputs, dy)
+    for padded in (True, False):
+        with layout(padded):
+            got = experts(z, indices, p, *inputs[2:], act)
+            grads = torch.autograd.grad(got, inputs, dy)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    return list(grads)
 
 
 def distinct(n: int, k: int) -> Tensor:
@@ -48,6 +64,7 @@ def distinct(n: int, k: int) -> Tensor:
 
 ROUTINGS: dict[str, Callable[[], Tensor]] = {
     "random": lambda: distinct(9, 3),
+    "many": lambda: distinct(90, 3),
     "one token": lambda: distinct(1, 2),
     "one expert a token": lambda: distinct(7, 1),
     "every expert": lambda: distinct(4, E),
@@ -71,10 +88,33 @@ def test_sorted_equals_the_loop_for_any_routing(data: st.DataObject) -> None:
     assert_equal_to_the_loop(torch.tensor([row[:k] for row in rows]), K3)
 
 
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("padded", [True, False])
+def test_gradcheck(padded: bool) -> None:
     indices = distinct(3, 2)
     z, p, _ = tokens(indices)
-    assert torch.autograd.gradcheck(lambda z, p, *w: experts(z, indices, p, *w, K3), (z, p, *weights_of()))
+    with layout(padded):
+        assert torch.autograd.gradcheck(lambda z, p, *w: experts(z, indices, p, *w, K3), (z, p, *weights_of()))
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 20, 300])
+def test_the_layout_that_the_sizes_choose(tokens_a_step: int) -> None:
+    indices = distinct(tokens_a_step, 3)
+    z, p, _ = tokens(indices)
+    args = (z, indices, p, *weights_of(), K3)
+    torch.testing.assert_close(experts(*args), experts_reference(*args))
+
+
+def test_experts_by_need_are_the_same_and_ask_only_for_those_chosen() -> None:
+    indices, asked, w = torch.tensor([[1, 3], [3, 1], [4, 3]]), [], weights_of()
+    z, p, _ = tokens(indices)
+
+    def matrices(e: int) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append(e)
+        return w[0][e], w[1][e], w[2][e]
+
+    got = experts_by_need(z, indices, p, E, matrices, K3)
+    torch.testing.assert_close(got, experts_reference(z, indices, p, *w, K3))
+    assert asked == [1, 3, 4] and not got.requires_grad
 
 
 def test_an_idle_expert_gets_zero_gradient_and_may_hold_anything() -> None:
@@ -86,8 +126,10 @@ def test_an_idle_expert_gets_zero_gradient_and_may_hold_anything() -> None:
     with torch.no_grad():
         for matrix in w:
             matrix[0] = torch.nan
-    y = experts(z, indices, p, *w, K3)
-    assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y, [z, p], dy)))
+    for padded in (True, False):
+        with layout(padded):
+            y = experts(z, indices, p, *w, K3)
+            assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y, [z, p], dy)))
 
 
 def test_no_tokens_at_all() -> None:

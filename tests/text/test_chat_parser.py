@@ -199,7 +199,8 @@ def test_arguments_flow_as_they_arrive(tokenizer):
 
 @pytest.mark.parametrize(
     "cut",
-    ['<|open|>call tool="g', '<|open|>call tool="g" index="2"', '<|open|>call tool="g" index="2"<|sep|>', '<|open|>call tool="g" index="2"<|sep|><|open|>argument key="x',
+    ['<|open|>call tool="g', '<|open|>call tool="g" index="2"', '<|open|>call tool="g" index="2"<|sep|>',
+     '<|open|>call tool="g" index="2"<|sep|><|open|>argument key="x',
      '<|open|>call tool="g" index="2"<|sep|><|open|>argument key="x" type="string"<|sep|>par',
      '<|open|>call tool="g" index="2"<|sep|><|open|>argument key="x" type="string"<|sep|>part<|close|>argument<|sep|>', "<|open|>", ""],
 )  # fmt: skip

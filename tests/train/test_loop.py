@@ -24,16 +24,15 @@ from openk3.train.options import TrainOptions
 
 def tiny(config: K3Config) -> K3Config:
     """Every part of a preset at the size of a test."""
-    config = config.replace_text(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, qk_nope_head_dim=8 if config.text_config.kv_lora_rank else 0,
-        qk_rope_head_dim=8, v_head_dim=16)
-    if config.text_config.num_experts:
-        config = config.replace_text(num_experts=8, num_experts_per_token=2, moe_intermediate_size=16, routed_expert_hidden_size=16,
-                                     attn_res_block_size=2, q_lora_rank=16, kv_lora_rank=16)
-    if config.text_config.linear_attn_config:
-        config = config.replace_text(linear_attn_config=dataclasses.replace(
-            config.text_config.linear_attn_config, num_heads=2, head_dim=16, **layer_split(4)))
-    return config
+    text = config.text_config
+    changes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+                   qk_nope_head_dim=8 if text.kv_lora_rank else 0, qk_rope_head_dim=8, v_head_dim=16)
+    if text.num_experts:
+        changes |= dict(num_experts=8, num_experts_per_token=2, moe_intermediate_size=16, routed_expert_hidden_size=16,
+                        attn_res_block_size=2, q_lora_rank=16, kv_lora_rank=16)
+    if text.linear_attn_config:
+        changes["linear_attn_config"] = dataclasses.replace(text.linear_attn_config, num_heads=2, head_dim=16, **layer_split(4))
+    return config.replace_text(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_a_run_leaves_a_folder_that_loads_and_a_report(options):
     with torch.no_grad():
         assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
     described = json.loads((folder / "train.json").read_text())
-    assert described["kernels"]["kda"] == "torch chunk" and sum(g["parameters"] for g in described["optimizer_groups"]) == sum(
+    assert "torch chunk" in described["kernels"]["kda"] and sum(g["parameters"] for g in described["optimizer_groups"]) == sum(
         p.numel() for p in model.parameters())
 
 
@@ -204,7 +203,7 @@ def test_resuming_with_another_corpus_is_refused(options, corpus, tmp_path):
 @pytest.mark.parametrize("bad", [{"minutes": 0}, {"minutes": 1, "tokens": 5}, {"lr": -1}, {"micro_batch": 3, "batch_size": 8}, {"warmup": 1.0}])
 def test_options_out_of_range_are_refused(bad):
     with pytest.raises(UserError):
-        TrainOptions(**bad)
+        TrainOptions(**bad).check()
 
 
 def test_options_survive_train_json(options):
