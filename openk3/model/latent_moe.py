@@ -5,6 +5,8 @@
 Axes: N = B·T tokens, D model width, L latent width, E experts, k experts per token, F hidden width of an expert.
 """
 
+from threading import Lock
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(text.num_experts, text.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(text.num_experts, dtype=torch.float32))
         self.collect, self.bins = False, 1000
+        self.counting = Lock()                                           # micro-batches may run side by side
         self.hist_lo, self.hist_width = torch.tensor(-1.0), torch.tensor(0.002)
         self.histogram: Tensor | None = None                             # int32 [E, bins]
         self.load: Tensor | None = None                                  # int64 [E]
@@ -41,11 +44,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """x `[N, D]`; valid bool `[N]`: padding isn't counted."""
         logits = F.linear(wide(x), wide(self.weight))
-        counting = self.training and self.collect
+        collect = self.training and self.collect
         routing = route(logits, self.e_score_correction_bias.to(logits.dtype), self.k, activation=self.activation,
-                        renormalize=self.renormalize, scale=self.scale, cutoff=counting)
-        if counting:
-            with torch.no_grad():
+                        renormalize=self.renormalize, scale=self.scale, cutoff=collect)
+        if collect:
+            with self.counting, torch.no_grad():
                 self.load += expert_load(routing.indices, self.num_experts, valid)
                 self.histogram += required_bias_histogram(
                     routing.scores, routing.cutoff, self.hist_lo, self.hist_width, self.bins, valid)

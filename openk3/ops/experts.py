@@ -52,7 +52,7 @@ class _Plan:
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=num_experts)
         sizes = [-(-n // step) * step for n in counts.tolist()]                # rows of each expert, filled up to a step
-        self.even = step > 1 and max(sizes) * num_experts <= 2 * sum(sizes)
+        self.even = step > 1 and 0 < max(sizes) * num_experts <= 2 * sum(sizes)
         if self.even:
             sizes = [max(sizes)] * num_experts
         ends = list(itertools.accumulate(sizes))

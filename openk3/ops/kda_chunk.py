@@ -1,26 +1,29 @@
 """Chunked Kimi Delta Attention: the training and prefill form of `kda_recurrent`, in batched matrix products.
 
-Kimi K3 report §2.1; chunk (WY) form of arXiv 2510.26692. Per head, in a chunk of C tokens with S the state that enters it, G_i the sum of the
-log-decays g_1..g_i, and the write strength folded into the written key, κ_j = β_j k_j:
+Kimi K3 report §2.1; chunk (WY) form of arXiv 2510.26692. Per head, in a chunk of C tokens, with S the state that enters it, G_i the
+sum of the log-decays g_1..g_i, and the write strength folded into the written key, κ_j = β_j k_j:
 
-    A[i,j] = Σ_c k_i[c] κ_j[c] exp(G_i[c] - G_j[c])   for j < i, else 0          (what the erase of token i reads of the write of j)
-    P[i,j] = Σ_c q_i[c] κ_j[c] exp(G_i[c] - G_j[c])   for j <= i, else 0         (what the query of token i reads of it)
-    E      = (I + A)^-1 (V - (K ⊙ e^G) S)                                        (e_i = v_i - S̄_iᵀ k_i, the error that token i writes)
+    A[i,j] = Σ_c k_i[c] κ_j[c] exp(G_i[c] - G_j[c])   for j < i, else 0        what the erase of token i reads of the write of j
+    P[i,j] = Σ_c q_i[c] κ_j[c] exp(G_i[c] - G_j[c])   for j <= i, else 0       what the query of token i reads of it
+    E      = (I + A)^-1 (V - (K ⊙ e^G) S)                                      e_i = v_i - S̄_iᵀ k_i, the error that token i writes
     O      = scale ((Q ⊙ e^G) S + P E)
     S_out  = Diag(e^{G_C}) S + (κ ⊙ e^{G_C - G})ᵀ E
 
-Every exponent needed is a difference G_i - G_j <= 0 with j <= i, but a matrix product wants it split into a factor of i and a factor of j:
+Every exponent is a difference G_i - G_j <= 0, but a matrix product wants it split into a factor of i and a factor of j:
 
-* bounded decay (`_TilePairs`): 16-token tiles, both factors referred to the middle of the tile of i, so that each exponent is at most 8 |g|;
-* any decay (`_TreePairs`): halves of 2, 4, ..., C tokens; the exponent splits at the border between the halves, so no factor exceeds 1.
+* decay bounded by g >= -5 (`_TilePairs`): tiles of 16 tokens, both factors referred to the middle of a tile: no exponent exceeds 40;
+* any decay (`_TreePairs`): halves of 2, 4, ..., C tokens; the exponent splits at the border between the halves: no factor exceeds 1.
 
-The backward is written by hand: it keeps the inputs and the state at the start of each segment of chunks, and computes the rest again. The decay's
-gradient needs no derivative of its own: the loss depends on G_i through the scaled q_i, k_i and κ_i alone, hence
-dG_i = q_i dq_i + k_i dk_i - κ_i dκ_i, and the state that leaves adds Σ_v S_out dS_out to dG_C.
+The backward is written by hand: it keeps the inputs and the state at the start of each segment of chunks, and computes the rest
+again. The decay needs no derivative of its own: the loss depends on G_i through the scaled q_i, k_i and κ_i alone, hence
+dG_i = q_i dq_i + k_i dk_i - κ_i dκ_i (dk_i: of the key as it erases), and the leaving state adds Σ_v S_out dS_out to dG_C.
 
-Axes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C tokens in a chunk, M = N·B·H. `[N, B, H, C, ...]` is the chunk-major layout in
-which products run; `_chunks` shows a token-major tensor in it without a copy.
+Axes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C tokens in a chunk, M = N·B·H. Products run chunk-major,
+[N, B, H, C, ...]; `_chunks` shows a token-major tensor so, without a copy. The loop over chunks sees slices [B·H, ...].
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE = 16
-CHUNK = 32  # two tiles: measured best on CPU; more chunks cost state products, larger ones cost C² products
-SEGMENT_ELEMENTS = 1 << 22  # B·T·H·K of one segment: what bounds the backward's working memory
+CHUNK = 2 * TILE  # the quickest on CPU: smaller chunks cost more in states, larger ones in C x C products
+SEGMENT_ELEMENTS = 1 << 21  # B·T·H·K of a segment, which bounds the working memory: some 25 tensors of this size
 
 
 def kda_chunk(
@@ -44,27 +47,32 @@ def kda_chunk(
     resets: Tensor | None = None,
     bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Same result as `kda_recurrent` (K3 report §2.1; arXiv 2510.26692), some fifty times quicker in training.
+    """What `kda_recurrent` computes (K3 report §2.1; arXiv 2510.26692), chunk by chunk.
 
-    q, k: [B, T, H, K]; v: [B, T, H, V]; g: [B, T, H, K] log-decay <= 0; beta: [B, T, H]; any T >= 1. q, k, v may be bfloat16: the work is done in
-    float32, or in float64 if q, k, v or g is.
-    scale: multiplies q; K**-0.5 if None. initial_state: [B, H, K, V], zero if None. resets: bool [B, T], True where a document begins: the state is
-    zero before that token (and its g has no effect).
-    bounded: a promise that g >= -10 (K3's gate gives g >= -5), which admits the quicker form; beyond it float32 overflows. Without it any g <= 0
-    is safe, -inf included.
+    q, k: [B, T, H, K]; v: [B, T, H, V]; g: [B, T, H, K] log-decay <= 0; beta: [B, T, H]; any T >= 1. q, k, v may be bfloat16: the
+    work is done in float32, or in float64 if q, k, v or g is.
+    scale: multiplies q; K**-0.5 if None. initial_state: [B, H, K, V], zero if None. resets: bool [B, T], True where a document
+    begins: the state is zero before that token, and its g has no effect.
+    bounded: a promise that g >= -5, as K3's gate gives, which admits the quicker form; beyond it float32 under- and overflows.
+    Without it any g <= 0 is safe, -inf included.
 
-    Returns o [B, T, H, V] in v's dtype and the state after the last token, [B, H, K, V] in float32 (float64). Differentiable once, in q, k, v, g,
-    beta and initial_state. Raises ValueError for shapes that don't fit.
+    Returns o [B, T, H, V] in v's dtype and the state after the last token, [B, H, K, V] in float32 (float64). Differentiable once,
+    in q, k, v, g, beta and initial_state. Raises ValueError for shapes that don't fit.
     """
     B, T, H, K = q.shape
     V = v.shape[-1]
     check_shapes(q, k, v, g, beta, initial_state, resets)
-    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype, g.dtype) else torch.float32
+    dtype = working_dtype(q, k, v, g)
     if initial_state is None:
         initial_state = q.new_zeros(B, H, K, V, dtype=dtype)
     if resets is not None:
         g = g.masked_fill(resets[:, :, None, None], 0.0)
     return _KDAChunk.apply(q, k, v, g, beta, initial_state.to(dtype), resets, K**-0.5 if scale is None else scale, bounded, dtype)
+
+
+def working_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if one of them is, else float32: the dtype of the state and of all sums."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, resets: Tensor | None) -> None:
@@ -130,13 +138,28 @@ def _chunks(x: Tensor, size: int = CHUNK) -> Tensor:
     return x.unflatten(1, (-1, size)).transpose(2, 3).transpose(0, 1)
 
 
-def _empty_like_chunks(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _negligible(dtype: torch.dtype) -> float:
+    """Factors under this (1e-19 in float32) are taken for 0: far below rounding, and the product of two that stay isn't denormal."""
+    return torch.finfo(dtype).tiny ** 0.5
 
 
 def _shrink(x: Tensor) -> Tensor:
-    """Zero what is about to be denormal: it's below any rounding here, and a CPU multiplies denormals a hundred times slower."""
-    return F.hardshrink(x, torch.finfo(x.dtype).tiny * 2.0**26)
+    """Zero what is negligible. CPUs multiply denormal numbers a hundred times slower, and strong decay would make many."""
+    return F.hardshrink(x, _negligible(x.dtype))
+
+
+def _is_strong(decay: Tensor) -> bool:
+    """Whether a channel forgets all within some chunk, so that shrinking pays."""
+    return bool(decay.amin() < _negligible(decay.dtype))
+
+
+class _Borders(NamedTuple):
+    """1 where documents allow it, else 0, for each of the N chunks and B rows."""
+
+    same: Tensor  # [N, B, 1, C, C] token i sees token j
+    heard: Tensor  # [N, B, 1, C, 1] the entering state reaches the token
+    kept: Tensor  # [N, B, 1, C, 1] the leaving state remembers the token
+    crossed: Tensor  # [N, B, 1, 1, 1] the entering state reaches the leaving one
 
 
 class _Segment:
@@ -151,14 +174,12 @@ class _Segment:
 
         q, k, v, g, beta = (part(x).to(dtype) for x in inputs)
         self.tokens = end - begin + pad
-        self.same = self.heard = self.kept = self.open = None
+        self.borders = None
         if resets is not None and bool(resets[:, begin:end].any()):
             document = _chunks(part(resets).unsqueeze(2)).cumsum(-1).unsqueeze(-1)  # [N, B, 1, C, 1], counted within the chunk
             last = document[..., -1:, :]
-            self.same = (document == document.mT).to(dtype)  # [N, B, 1, C, C]
-            self.heard = (document == 0).to(dtype)  # tokens that the entering state reaches
-            self.kept = (document == last).to(dtype)  # tokens that the leaving state remembers
-            self.open = (last == 0).to(dtype)  # chunks that the entering state crosses
+            masks = (document == document.mT, document == 0, document == last, last == 0)
+            self.borders = _Borders(*(mask.to(dtype) for mask in masks))
         self.pairs = (_TilePairs if bounded else _TreePairs)(q, k, g, beta)
         self.v = _chunks(v).contiguous()  # [N, B, H, C, V]
 
@@ -171,16 +192,18 @@ class _Segment:
         A.tril_(-1)
         P.tril_()
         reads, writes, decay = pairs.state_factors()  # [N, B, H, 2, C, K], [N, B, H, C, K], [N, B, H, K, 1]
-        if decay.amin() < torch.finfo(decay.dtype).tiny ** 0.66:
-            A, P, reads, writes, decay = map(_shrink, (A, P, reads, writes, decay))
-        if self.same is not None:
+        strong = _is_strong(decay)
+        if strong:
+            A, P, reads, writes, decay = (_shrink(x) for x in (A, P, reads, writes, decay))
+        if self.borders is not None:
             for x in (A, P):
-                x.view(N, B, H, C, C).mul_(self.same)
-            reads.mul_(self.heard.unsqueeze(3))
-            writes.mul_(self.kept)
-            decay.mul_(self.open)
+                x.view(N, B, H, C, C).mul_(self.borders.same)
+            reads.mul_(self.borders.heard.unsqueeze(3))
+            writes.mul_(self.borders.kept)
+            decay.mul_(self.borders.crossed)
         identity = torch.eye(C, dtype=A.dtype, device=A.device).expand(M, C, C)
         inverse = torch.linalg.solve_triangular(A, identity, upper=False, unitriangular=True)
+        inverse = _shrink(inverse) if strong else inverse
         self.P, self.inverse = P, inverse.view(N, rows, C, C)
         self.reads, self.writes, self.decay = reads.view(N, rows, 2 * C, K), writes.view(N, rows, C, K), decay.view(N, rows, K, 1)
         self.errors = A.new_empty(N, rows, C, V)
@@ -189,8 +212,8 @@ class _Segment:
         # unbind, not x[n]: one op for all the views.
         states = self.states.unbind()
         loop = zip(
-            states, states[1:], self.errors.unbind(), self.v.view(N, rows, C, V).unbind(), self.reads[:, :, :C].unbind(), self.inverse.unbind(),
-            self.writes.mT.unbind(), self.decay.unbind(), strict=False,
+            states, states[1:], self.errors.unbind(), self.v.view(N, rows, C, V).unbind(), self.reads[:, :, :C].unbind(),
+            self.inverse.unbind(), self.writes.mT.unbind(), self.decay.unbind(), strict=False,
         )  # fmt: skip
         for S_in, S_out, e, v, k_read, inv, writesT, alpha in loop:
             torch.bmm(inv, torch.baddbmm(v, k_read, S_in, alpha=-1), out=e)
@@ -232,10 +255,10 @@ class _Segment:
         d_products.mul_(mask)
         d_reads = torch.bmm(both, self.states[:-1].flatten(0, 1).mT).view(N, B, H, 2, C, K)
         d_writes = torch.bmm(errors, d_states[1:].flatten(0, 1).mT).view(N, B, H, C, K)
-        if self.same is not None:
-            d_products.mul_(self.same.unsqueeze(3))
-            d_reads.mul_(self.heard.unsqueeze(3))
-            d_writes.mul_(self.kept)
+        if self.borders is not None:
+            d_products.mul_(self.borders.same.unsqueeze(3))
+            d_reads.mul_(self.borders.heard.unsqueeze(3))
+            d_writes.mul_(self.borders.kept)
         d_total = torch.einsum("nhkv,nhkv->nhk", self.states[1:], d_states[1:]).view(N, B, H, K)
         dq, dk, dg, dbeta = self.pairs.backward(d_products.view(-1, 2, C, C), d_reads, d_writes, d_total)
         dv = torch.empty_like(do)
@@ -246,8 +269,8 @@ class _Segment:
 class _TilePairs:
     """A and P, and the factors of the state, for bounded decay: a chunk is two tiles, each with exponents centred in it.
 
-    With c the middle of a tile and G counted from there, e^{G_i} scales what reads (k above q) and e^{-G_j} what writes (κ), within the tile;
-    `enter`, `leave` and `across` carry the centre to the chunk's start, to its end, and from the first tile's to the second's.
+    With G counted from the middle of a tile, `up` = e^{G_i} scales what reads (k, above it q) and `down` = e^{-G_j} what writes (κ);
+    `enter`, `leave` and `across` carry a tile's middle from the chunk's start, to its end, and from the first tile's to the second's.
     """
 
     def __init__(self, q: Tensor, k: Tensor, g: Tensor, beta: Tensor):
@@ -261,10 +284,12 @@ class _TilePairs:
         self.up, self.down = factors[..., :TILE, :], factors[..., TILE : 2 * TILE, :]  # [2, N, B, H, TILE, K]
         before, after = factors[..., 2 * TILE :, :], factors[..., TILE - 1 : TILE, :]  # [2, N, B, H, 1, K]
         whole = before * after
-        self.enter = _shrink(torch.stack([before[0], before[1] * whole[0]]))
-        self.leave = _shrink(torch.stack([after[0] * whole[1], after[1]]))
-        self.across = _shrink(after[0] * before[1])
-        self.decay = whole[0] * whole[1]
+        self.enter, self.leave = torch.stack([before[0], before[1] * whole[0]]), torch.stack([after[0] * whole[1], after[1]])
+        self.across, self.decay = after[0] * before[1], whole[0] * whole[1]
+        self.strong = _is_strong(self.decay)
+        if self.strong:  # small as they are, they count where they meet a large `up` or `down`: the first reader, the last writer
+            self.enter.masked_fill_(self.enter * self.up[..., :1, :] < _negligible(g.dtype), 0.0)
+            self.leave.masked_fill_(self.leave * self.down[..., -1:, :] < _negligible(g.dtype), 0.0)
         self.k, self.beta = self._tiles(k), self._tiles(beta.unsqueeze(-1))
         self.shape = (B, T, H, K)
         self.read = q.new_empty(2, N, B, H, 2, TILE, K)
@@ -285,6 +310,8 @@ class _TilePairs:
         self.keys0 = self.written[0].view(M, TILE, K)
         self.keys1 = self.keys0.new_empty(M, CHUNK, K)
         torch.mul(self.written[0], self.across, out=self.keys1[:, :TILE].view(self.written[0].shape))
+        if self.strong:  # what reads these keys may be as large as e^35
+            self.keys1[:, :TILE] = F.hardshrink(self.keys1[:, :TILE], torch.finfo(self.keys1.dtype).tiny * 2**12)
         self.keys1[:, TILE:] = self.written[1].view(M, TILE, K)
         top, bottom = torch.bmm(self.rows[0], self.keys0.mT), torch.bmm(self.rows[1], self.keys1.mT)
         products = []
@@ -344,17 +371,20 @@ def _decay_gradient(dG: Tensor, d_total: Tensor) -> Tensor:
 
 
 class _TreePairs:
-    """The same for any decay <= 0: at each of the levels h = 1, 2, ..., C/2, the later half of a block of 2h tokens reads what the earlier wrote.
+    """The same for any decay <= 0: at the levels h = 1, 2, ..., C/2, the later half of a block of 2h tokens reads what the earlier wrote.
 
-    The exponent splits at the border between the halves: `up` decays from the border to the reader, `down` from the writer to the border, both at
-    most 1. They are products of e^g, grown level by level, so nothing cancels and nothing overflows.
+    The exponent splits at the border between the halves: `up` decays from the border to the reader, `down` from the writer to the
+    border, both at most 1. They are products of e^g, grown level by level, so nothing cancels and nothing overflows.
     """
 
     def __init__(self, q: Tensor, k: Tensor, g: Tensor, beta: Tensor):
         B, T, H, K = self.shape = q.shape
         self.q, self.k, self.beta = _chunks(q), _chunks(k), _chunks(beta.unsqueeze(-1))
-        self.kappa = torch.mul(self.k, self.beta, out=_empty_like_chunks(self.k))
-        self.up, self.down = g.exp(), torch.ones_like(g)
+        self.kappa = torch.mul(self.k, self.beta, out=q.new_empty(self.k.shape))
+        self.g = g
+        self.up = g.contiguous().exp()
+        self.down = torch.ones_like(self.up)
+        self.strong = bool(_chunks(g).sum(3).amin() < math.log(_negligible(g.dtype)))
         self.levels = []
 
     def products(self) -> tuple[Tensor, Tensor]:
@@ -364,6 +394,9 @@ class _TreePairs:
         P.diagonal(dim1=1, dim2=2).copy_((self.q * self.kappa).sum(-1).view(M, C))
         h = 1
         while h < C:
+            if self.strong:
+                for x in (self.up, self.down):
+                    torch.threshold_(x, _negligible(x.dtype), 0.0)
             blocks = C // (2 * h)
             up, down = self._half(_chunks(self.up), h, 1).clone(), self._half(_chunks(self.down), h, 0).clone()
             read = self.kappa.new_empty(N, B, H, blocks, 2, h, K)
@@ -420,9 +453,7 @@ class _TreePairs:
         dG, dk = (d_reads.new_empty(B, T, H, K) for _ in range(2))
         torch.mul(self.k, dk_read, out=_chunks(dG)).addcmul_(self.q, dq).addcmul_(self.kappa, d_kappa, value=-1)
         torch.addcmul(dk_read, d_kappa, self.beta, out=_chunks(dk))
-        dbeta = (self.k * d_kappa).sum(-1)
-        token_major = (0, 1, 3, 2)
-        return (
-            dq.permute(1, 0, 3, 2, 4).reshape(B, T, H, K), dk, _decay_gradient(dG, d_total),
-            dbeta.transpose(0, 1).permute(token_major).reshape(B, T, H),
-        )  # fmt: skip
+        # Where e^g is negligible so is its gradient, but not the rounding of the sums, which a steep gate would multiply by |g|.
+        dg = _decay_gradient(dG, d_total).masked_fill_(self.g < math.log(_negligible(self.g.dtype)), 0.0)
+        dbeta = (self.k * d_kappa).sum(-1)  # [N, B, H, C]
+        return dq.permute(1, 0, 3, 2, 4).reshape(B, T, H, K), dk, dg, dbeta.permute(1, 0, 3, 2).reshape(B, T, H)

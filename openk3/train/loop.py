@@ -35,6 +35,7 @@ from openk3.train.evaluate import score
 from openk3.train.options import TrainOptions
 from openk3.train.probe import probe
 from openk3.train.samples import code_prompts, parses_as_python
+from openk3.train.workers import Workers, keep_freed_memory
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95)         # of the completions at the end of a run
 
@@ -72,6 +73,8 @@ class Trainer:
         self.dtype = pick_dtype(options.dtype, self.device)
         if options.threads:
             torch.set_num_threads(options.threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         saved = runfolder.load_resume(self.folder) if options.resume else None
         self._claim_folder()
         self.corpus = load_corpus(options.data or None, exclude=options.exclude)
@@ -88,8 +91,11 @@ class Trainer:
         self.model.model.compute_dtype = self.dtype
         specs = specs_for(self.model, options.optimizer)
         self.groups = describe(specs)
-        self.optimizer = MuonAdamW(specs, lr=options.lr, weight_decay=options.weight_decay)
-        self.balancer = QuantileBalancer(self.model, method=options.balance)
+        half = torch.bfloat16 if self.dtype == torch.bfloat16 else None
+        self.optimizer = MuonAdamW(specs, lr=options.lr, weight_decay=options.weight_decay, ns_dtype=half)
+        self.workers = Workers(self.device, options.workers, options.batch_size)
+        self.rows = options.micro_batch or -(-options.batch_size // self.workers.count)
+        self.balancer = QuantileBalancer(self.model, method=options.balance, ema=options.balance_ema)
         self.meter = LoadMeter()
         self.load: dict | None = None                               # expert load over the last steps that say something
         self.step_number, self.tokens, self.seconds = 0, 0, 0.0
@@ -180,12 +186,9 @@ class Trainer:
         lr = lr_at(self._midway(), peak=options.lr, warmup=options.warmup, floor=options.floor, shape=options.schedule)
         batch = next(self.data)
         counted = max(1, int((batch.targets != -100).sum()))
+        self.balancer.ema = min(options.balance_ema, self.step_number / (self.step_number + 9))   # the first steps find the level
         self.balancer.begin_step()
-        total = 0.0
-        for ids, targets, cu_seqlens in micro_batches(batch, options.micro_batch or options.batch_size):
-            loss = model.loss(ids.to(self.device), targets.to(self.device), cu_seqlens.to(self.device), reduction="sum") / counted
-            loss.backward()
-            total += float(loss.detach())
+        total = self.workers.backward(model, micro_batches(batch, self.rows), counted)
         norm = float(clip_grad_norm(model.parameters(), options.clip or None))
         if not np.isfinite(total + norm):
             raise UserError(f"step {self.step_number + 1}: the loss is {total}, the gradient norm {norm}; lower --lr (now {options.lr}) "

@@ -54,6 +54,8 @@ class TrainOptions:
     """Largest gradient norm; 0: no clipping."""
     balance: Literal["quantile", "sign", "none"] = "quantile"
     """How expert load is kept even."""
+    balance_ema: float = 0.9
+    """How much of the balancing bias stays at each step. 0 is K3's; a step of few tokens an expert wants more."""
 
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -61,6 +63,8 @@ class TrainOptions:
     """Of activations and products; weights and optimizer stay float32. auto: bfloat16 where the hardware multiplies it, else float32."""
     threads: int = 0
     """CPU threads; 0: torch's choice."""
+    workers: int = 0
+    """Micro-batches side by side; 0: one a CPU thread, as far as the rows go."""
 
     eval_every: float = 60.0
     """Seconds of training between looks at a held-out sample; 0: at the end only."""
@@ -86,6 +90,7 @@ class TrainOptions:
             ("floor", 0 <= self.floor <= 1, "in [0, 1]"),
             ("clip", self.clip >= 0, "0 or more"),
             ("threads", self.threads >= 0, "0 or more"),
+            ("workers", self.workers >= 0, "0 or more"),
         ):
             if not fine:
                 raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)} is out of range: give a value {want}")

@@ -15,7 +15,7 @@ from openk3.model.k3 import K3ForCausalLM
 
 TOLERANCE = 1e-4
 EXACT = 1e-9  # float64
-TOKENS = 24
+TOKENS = 20
 
 
 def random_ids(batch: int, tokens: int, seed: int = 0, vocab: int = 97) -> Tensor:
@@ -54,20 +54,20 @@ def models(tiny) -> dict[str | tuple[str, torch.dtype], tuple[K3ForCausalLM, Ten
 # Splits
 
 
-@pytest.mark.parametrize("pieces", [[1] * TOKENS, [TOKENS - 1, 1], [7, 8, 9]], ids=str)
+@pytest.mark.parametrize("pieces", [[1] * TOKENS, [TOKENS - 1, 1], [5, 8, 7]], ids=lambda p: f"{len(p)}-{p[0]}")
 def test_variants_in_pieces(pieces: list[int], variant: str, models, worst) -> None:
     model, whole = models[variant]
     assert worst(in_pieces(model, random_ids(2, TOKENS), pieces), whole) < TOLERANCE
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(name=st.sampled_from(["k3", "rotary-mla", "mha-hybrid", "dense", "kimi-linear", "k2", "no-attn-res"]), pieces=splits())
 def test_variants_in_any_split(name: str, pieces: list[int], models, worst) -> None:
     model, whole = models[name]
     assert worst(in_pieces(model, random_ids(2, TOKENS), pieces), whole) < TOLERANCE
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(name=st.sampled_from(["k3", "mha-hybrid", "kimi-linear", "k2"]), pieces=splits())
 def test_any_split_in_float64(name: str, pieces: list[int], models, worst) -> None:
     model, whole = models[name, torch.float64]
@@ -110,13 +110,13 @@ def test_two_phase_reads_in_pieces(tiny, worst) -> None:
     model, ids = tiny("k3"), random_ids(2, TOKENS)
     whole = model(ids).logits
     model.model.two_phase = True
-    assert worst(in_pieces(model, ids, [11, 1, 12]), whole) < TOLERANCE
+    assert worst(in_pieces(model, ids, [11, 1, 8]), whole) < TOLERANCE
 
 
 def test_a_reserved_capacity_changes_nothing_and_is_not_grown(models, worst) -> None:
     model, whole = models["k3"]
     cache = model.new_cache(2, TOKENS)
-    got = in_pieces(model, random_ids(2, TOKENS), [5, 1, 18], cache)
+    got = in_pieces(model, random_ids(2, TOKENS), [5, 1, 14], cache)
     assert worst(got, whole) < TOLERANCE
     assert all(rows.shape[1] == TOKENS for rows in (cache.mla(layer).rows for layer in (1, 3, 4)))
 
@@ -161,7 +161,7 @@ def test_rows_of_different_lengths(variant: str, models, worst) -> None:
         feed(lengths, "left" if step else "right")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(steps=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=4), side=st.sampled_from(["left", "right"]))
 @torch.no_grad()
 def test_any_ragged_feeding(steps: list[tuple[int, int, int]], side: str, models, worst) -> None:
@@ -242,6 +242,20 @@ def test_a_snapshot_can_be_restored_again_and_again(started, worst) -> None:
     assert_holds(model, snapshot, rows, worst)
 
 
+def test_a_snapshot_shares_no_memory_and_copies_filled_rows_only(models) -> None:
+    model, _ = models["k3"]
+    cache = model.new_cache(2, 500)
+    with torch.no_grad():
+        model(random_ids(2, 9), cache=cache)
+    snapshot = cache.snapshot()
+
+    def memory(c: HybridCache) -> set[int]:
+        return {t.untyped_storage().data_ptr() for t in [c.lengths, *(t for slot in c.slots for t in slot.tensors().values())]}
+
+    assert len(memory(cache)) == 8 and not memory(cache) & memory(snapshot)
+    assert cache.mla(1).rows.shape[1] == 500 and snapshot.mla(1).rows.shape[1] == 9
+
+
 def test_an_empty_cache_can_be_copied(models, worst) -> None:
     model, whole = models["k3"]
     ids = random_ids(2, TOKENS)
@@ -250,7 +264,7 @@ def test_an_empty_cache_can_be_copied(models, worst) -> None:
     in_pieces(model, ids, [TOKENS], cache)
     cache.restore(snapshot)
     assert cache.longest == 0
-    assert worst(in_pieces(model, ids, [10, 14], cache), whole) < TOLERANCE
+    assert worst(in_pieces(model, ids, [10, 10], cache), whole) < TOLERANCE
     assert worst(in_pieces(model, ids.repeat_interleave(2, 0), [TOKENS], snapshot.fork(2))[::2], whole) < TOLERANCE
 
 
@@ -295,7 +309,7 @@ def test_bfloat16_in_pieces(models) -> None:
     half.load_state_dict(model.state_dict())
     half.bfloat16()
     ids = random_ids(2, TOKENS)
-    whole, pieces = half(ids).logits.float(), in_pieces(half, ids, [5, 1, 1, 17]).float()
+    whole, pieces = half(ids).logits.float(), in_pieces(half, ids, [5, 1, 1, 13]).float()
     assert pieces.isfinite().all()
     assert (whole - exact).norm() < 0.2 * exact.norm()
     assert (pieces - exact).norm() < 1.5 * (whole - exact).norm()

@@ -156,6 +156,19 @@ def test_a_stop_id_ends_its_row_and_is_given_back(model) -> None:
     assert len(stopped[0]) <= 5 and max(map(len, stopped)) == 12
 
 
+def test_what_a_row_has_seen_stays_with_it_when_others_end(model) -> None:
+    sampling = Sampling(temperature=0, repetition_penalty=1.6)
+    limits = [2, 9, 4, 9]
+    heard = [0] * 4
+
+    def listen(row: int, one: int) -> bool:
+        heard[row] += 1
+        return heard[row] == limits[row]
+
+    got = model.generate(PROMPTS, 20, sampling=sampling, on_token=listen)
+    assert got == [model.generate([prompt], n, sampling=sampling)[0] for prompt, n in zip(PROMPTS, limits, strict=True)]
+
+
 def test_tokens_are_told_as_they_come_and_the_listener_may_end_a_row(model) -> None:
     free, heard = model.generate(PROMPTS, 6, sampling=GREEDY), []
 

@@ -66,11 +66,11 @@ def test_any_packing_equals_separate_runs(cuts: set[int], tiny, worst) -> None:
 
 
 @torch.no_grad()
-def test_a_row_begins_a_document_whether_it_is_named_or_not(tiny) -> None:
+def test_a_row_begins_a_document_whether_it_is_named_or_not(tiny, worst) -> None:
     model, ids = tiny("k3"), random_ids(3, 10)
     over_the_edge = model(ids, cu_seqlens=offsets(4, 12, 14)).logits
     named = model(ids, cu_seqlens=offsets(4, 6, 6, 4, 10)).logits
-    assert torch.equal(over_the_edge, named)
+    assert worst(over_the_edge, named) < 1e-5
     assert torch.equal(model(ids, cu_seqlens=offsets(10, 10, 10)).logits, model(ids).logits)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from openk3.model.k3 import K3ForCausalLM
 from openk3.model.latent_moe import Router
+from openk3.ops.attn_res import BlockSummary
 from openk3.presets import nano
 
 
@@ -105,9 +106,10 @@ def test_gradients_are_the_slope_of_the_loss(variant: str, tiny) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 5, 7])
-def test_two_phase_reads_equal_direct_ones(block: int, tiny) -> None:
-    """Any block size, whole or cut short by the last layer: values and gradients."""
-    results = []
+def test_two_phase_reads_equal_direct_ones(block: int, tiny, monkeypatch) -> None:
+    """Any block size, whole or cut short by the last layer: values and gradients; one summary a block."""
+    results, made, init = [], [], BlockSummary.__init__
+    monkeypatch.setattr(BlockSummary, "__init__", lambda self, *args: made.append(args[1].shape[0]) or init(self, *args))
     for two_phase in (False, True):
         model, ids = tiny("k3", attn_res_block_size=block).double(), random_ids()
         model.model.two_phase = two_phase
@@ -115,6 +117,8 @@ def test_two_phase_reads_equal_direct_ones(block: int, tiny) -> None:
         logits.square().sum().backward()
         results.append((logits.detach(), {name: p.grad for name, p in model.named_parameters()}))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-9, atol=1e-10)
+    layers = [min(block, 5 - first) for first in range(0, 5, block)]
+    assert made == [2 * n for n in layers[:-1]] + [2 * layers[-1] + 1]  # two sites a layer, and the output's with the last
     for name, grad in results[0][1].items():
         if grad is not None:
             assert (results[1][1][name] - grad).norm() <= 1e-8 * grad.norm(), name

@@ -31,24 +31,26 @@ def tokens(indices: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
     return z.requires_grad_(), p.requires_grad_(), dy
 
 
+STEPS = [1, 2, 64]
+
+
 @contextmanager
-def layout(padded: bool) -> Iterator[None]:
-    """Experts' rows filled up to one length and multiplied as a batch, or close and one by one: else the sizes decide."""
+def layout(step: int) -> Iterator[None]:
+    """Experts' rows close together (1), or filled up to a multiple of `step`, and to one length where that costs little."""
     plan = module._Plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_Plan", lambda indices, count: plan(indices, count, padded=padded))
-        patch.setattr(module, "ROUND", 2)
+        patch.setattr(module, "_Plan", lambda indices, count: plan(indices, count, step))
         yield
 
 
 def assert_equal_to_the_loop(indices: Tensor, act: Activation) -> list[Tensor]:
-    """Values and all gradients in float64, in both layouts; gives back the gradients of the second."""
+    """Values and all gradients in float64, in every layout; gives back the gradients of the last."""
     z, p, dy = tokens(indices)
     inputs = [z, p, *weights_of()]
     want = experts_reference(z, indices, p, *inputs[2:], act)
     wanted = torch.autograd.grad(want, inputs, dy)
-    for padded in (True, False):
-        with layout(padded):
+    for step in STEPS:
+        with layout(step):
             got = experts(z, indices, p, *inputs[2:], act)
             grads = torch.autograd.grad(got, inputs, dy)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
@@ -88,20 +90,19 @@ def test_sorted_equals_the_loop_for_any_routing(data: st.DataObject) -> None:
     assert_equal_to_the_loop(torch.tensor([row[:k] for row in rows]), K3)
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_gradcheck(padded: bool) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_gradcheck(step: int) -> None:
     indices = distinct(3, 2)
     z, p, _ = tokens(indices)
-    with layout(padded):
+    with layout(step):
         assert torch.autograd.gradcheck(lambda z, p, *w: experts(z, indices, p, *w, K3), (z, p, *weights_of()))
 
 
-@pytest.mark.parametrize("tokens_a_step", [1, 20, 300])
-def test_the_layout_that_the_sizes_choose(tokens_a_step: int) -> None:
-    indices = distinct(tokens_a_step, 3)
-    z, p, _ = tokens(indices)
-    args = (z, indices, p, *weights_of(), K3)
-    torch.testing.assert_close(experts(*args), experts_reference(*args))
+def test_both_kinds_of_product_are_among_the_layouts() -> None:
+    """One batched product where loads are even, one product an expert where they aren't."""
+    kinds = {(name, step): module._Plan(make(), E, step).even for name, make in ROUTINGS.items() for step in STEPS}
+    assert kinds["many", 2] and kinds["many", 64] and kinds["every expert", 2]
+    assert not kinds["all on the last", 2] and not kinds["all on the same", 64] and not kinds["many", 1]
 
 
 def test_experts_by_need_are_the_same_and_ask_only_for_those_chosen() -> None:
@@ -126,8 +127,8 @@ def test_an_idle_expert_gets_zero_gradient_and_may_hold_anything() -> None:
     with torch.no_grad():
         for matrix in w:
             matrix[0] = torch.nan
-    for padded in (True, False):
-        with layout(padded):
+    for step in STEPS:
+        with layout(step):
             y = experts(z, indices, p, *w, K3)
             assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y, [z, p], dy)))
 
