@@ -36,6 +36,7 @@ class KimiDeltaAttention(nn.Module):
         width, heads, size = text.hidden_size, linear.num_heads, linear.head_dim
         inner = heads * size
         self.heads, self.size, self.lower_bound = heads, size, linear.gate_lower_bound
+        self.bounded = self.lower_bound is not None and self.lower_bound >= -5         # what kda_chunk's quick form is safe for
         self.q_proj, self.k_proj, self.v_proj = Linear(width, inner), Linear(width, inner), Linear(width, inner)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(inner, linear.short_conv_kernel_size) for _ in range(3))
         self.f_a_proj, self.f_b_proj = Linear(width, size), Linear(size, inner)
@@ -81,7 +82,7 @@ class KimiDeltaAttention(nn.Module):
                 return o.unsqueeze(1), state
             return kda_recurrent(q, k, v, g, beta, initial_state=state)
         backend.record("kda", "torch chunk")
-        return kda_chunk(q, k, v, g, beta, initial_state=state, resets=layout.resets, bounded=self.lower_bound is not None)
+        return kda_chunk(q, k, v, g, beta, initial_state=state, resets=layout.resets, bounded=self.bounded)
 
     def _new_tail(self, raw: Tensor, tail: Tensor | None, layout: Layout) -> Tensor:
         """The last W − 1 inputs of the convolution that count, oldest first; zeros before a sequence's start."""
