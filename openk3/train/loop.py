@@ -6,7 +6,6 @@ stops while the run evaluates or saves). What a listener shows of it is the comm
 
 import dataclasses
 import json
-import random
 import signal
 import threading
 import time
@@ -233,7 +232,7 @@ class Trainer:
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "data": self.data.state_dict(),
             "balancer": self.balancer.state_dict(), "load": self.load,
             "step": self.step_number, "tokens": self.tokens, "seconds": self.seconds, "marks": dict(self.marks),
-            "random": (random.getstate(), np.random.get_state(), torch.get_rng_state()), "corpus": self.corpus.digest})
+            "random": torch.get_rng_state(), "corpus": self.corpus.digest})
 
     def _restore(self, saved: dict) -> None:
         if saved["corpus"] != self.corpus.digest:
@@ -247,10 +246,7 @@ class Trainer:
         self.balancer.load_state_dict(saved["balancer"])
         self.load = saved["load"]
         self.step_number, self.tokens, self.seconds, self.marks = saved["step"], saved["tokens"], saved["seconds"], saved["marks"]
-        python, numpy, generator = saved["random"]
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(generator)
+        torch.set_rng_state(saved["random"])
 
     def close(self, finished: bool) -> None:
         """Save; when the budget is spent also evaluate, sample and write the report."""

@@ -110,7 +110,7 @@ def load_resume(folder: Path) -> dict:
         path = folder / name / "state.pt"
         if path.exists():
             try:
-                return torch.load(path, map_location="cpu", weights_only=False)
+                return torch.load(path, map_location="cpu", weights_only=True)
             except Exception as e:
                 raise UserError(f"{path}: can't be read ({type(e).__name__}); the run can't be resumed, start it anew") from e
     raise UserError(f"{folder}: nothing to resume here (no resume/state.pt); start a run with --out {folder} first")
