@@ -16,6 +16,7 @@ from rich.table import Table
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from openk3.errors import UserError
+from openk3.train.listener import Listener
 from openk3.train.options import CompareOptions, TrainOptions
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -338,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(1) from None
 
 
-class TrainDisplay:
+class TrainDisplay(Listener):
     """Live progress on a terminal; elsewhere a line every ten seconds."""
 
     def __init__(self, folder: Path):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openk3.errors import UserError
-from openk3.train.loop import Listener, pick_device, train
+from openk3.train.listener import Listener
+from openk3.train.loop import pick_device, train
 from openk3.train.options import TrainOptions
 from openk3.train.runfolder import git_revision, machine, versions, write_json
 
@@ -37,6 +38,8 @@ def compare(configs: Sequence[str], out: Path, *, options: TrainOptions, seeds: 
             train(dataclasses.replace(options, config=config, out=folder, lr=rate, seed=seed, minutes=length, tokens=None, overwrite=True,
                                       tokenizer=tokenizer, eval_every=0, save_every=0, samples=0, final_eval=full), listener)
             final = _final(folder)
+        if final is None:                                            # Ctrl-C: the run saved itself unfinished
+            raise KeyboardInterrupt
         tokenizer = tokenizer or folder / "tokenizer.json"           # the first run trains it, all others use it
         return {"config": config, "lr": rate, "seed": seed, "minutes": length, **final}
 

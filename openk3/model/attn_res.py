@@ -31,10 +31,15 @@ class DepthState:
         self.summary: BlockSummary | None = None
         self.trace: list[tuple[str, Tensor]] | None = None            # (site, mean softmax weights) when asked for
 
-    def read(self, omega: Tensor, site: int | None = None, name: str = "") -> Tensor:
-        """What the next sub-layer takes as its input, before its norm; `site` indexes the omegas given to `push`."""
+    def read(self, omega: Tensor | None, site: int | None = None, name: str = "") -> Tensor:
+        """What the next sub-layer takes as its input, before its norm; `site` indexes the omegas given to `push`.
+
+        `omega` `[D]` float32: the site's score weight; None in a plain residual stream.
+        """
         if self.block_size is None:
+            assert self.partial is not None                             # nothing is ever pushed
             return self.partial
+        assert omega is not None
         sources = self.blocks if self.partial is None else [*self.blocks, self.partial]
         if self.trace is not None:
             with torch.no_grad():
@@ -47,6 +52,7 @@ class DepthState:
 
     def push(self, omegas: Tensor | None = None) -> None:
         """A block begins: the partial sum becomes a source, and a new sum is empty."""
+        assert self.partial is not None                                 # the embedding, or what the last block's layers added
         self.blocks.append(self.partial)
         self.partial = None
         self.summary = None if omegas is None else BlockSummary(self.blocks, omegas, self.eps)

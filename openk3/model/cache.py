@@ -13,6 +13,7 @@ Rows beyond a sequence's length are garbage that the attention mask hides.
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class KdaSlot:
         self.state, self.tail = state, tail
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self.state is None else {"state": self.state, "tail": self.tail}
+        return {} if self.state is None or self.tail is None else {"state": self.state, "tail": self.tail}
 
     def map(self, f) -> None:
         if self.state is not None:
@@ -92,10 +93,10 @@ class HybridCache:
         return self.lengths.shape[0]
 
     def kda(self, layer: int) -> KdaSlot:
-        return self.slots[layer]
+        return cast(KdaSlot, self.slots[layer])
 
     def mla(self, layer: int) -> MlaSlot:
-        return self.slots[layer]
+        return cast(MlaSlot, self.slots[layer])
 
     def advance(self, tokens: int, lengths: Tensor | None = None) -> None:
         """All layers have taken `tokens` columns, of which `lengths` `[B]` count in each row (None: all)."""

@@ -4,7 +4,10 @@ Read `DecoderLayer.forward` first: it is the model. Axes: B batch, T tokens, D w
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,16 +56,14 @@ class DecoderLayer(nn.Module):
             self.self_attention_res_norm, self.mlp_res_norm = RMSNorm(width, eps), RMSNorm(width, eps)
             self.self_attention_res_proj, self.mlp_res_proj = Linear(width, 1), Linear(width, 1)
 
-    def omegas(self) -> tuple[Tensor | None, Tensor | None]:
-        """Score weights of the attention site and of the feed-forward site; None in a plain residual model."""
-        if self.block_size is None:
-            return None, None
+    def omegas(self) -> tuple[Tensor, Tensor]:
+        """Score weights `[D]` of the attention site and of the feed-forward site; a plain residual model has none."""
         return (site_weight(self.self_attention_res_norm, self.self_attention_res_proj),
                 site_weight(self.mlp_res_norm, self.mlp_res_proj))
 
     def forward(self, depth: DepthState, layout: Layout, cache: HybridCache | None = None, block_omegas: Tensor | None = None) -> None:
         """One layer: read the depth, attend, add; read the depth, feed forward, add. `depth` is changed in place."""
-        attention_omega, mlp_omega = self.omegas()
+        attention_omega, mlp_omega = (None, None) if self.block_size is None else self.omegas()
         first = self.block_size is not None and self.index % self.block_size == 0
         site = None if self.block_size is None else 2 * (self.index % self.block_size)
         h = depth.read(attention_omega, None if first else site, f"L{self.index}.attn")
@@ -95,8 +96,8 @@ class K3Model(nn.Module):
         depth = DepthState(x if self.compute_dtype is None else x.to(self.compute_dtype), self.block_size, self.eps)
         depth.trace = [] if trace else None
         hidden = []
-        for layer in self.layers:
-            layer(depth, layout, cache, self._block_omegas(layer.index))
+        for index, layer in enumerate(self.layers):
+            layer(depth, layout, cache, self._block_omegas(index))
             if keep_hidden:
                 hidden.append(depth.partial)
         omega = None if self.block_size is None else site_weight(self.output_attn_res_norm, self.output_attn_res_proj)
@@ -106,7 +107,8 @@ class K3Model(nn.Module):
         """`[S, D]`: the score weights of every site that reads the block beginning at layer `index`; None: mix directly."""
         if not self.two_phase or self.block_size is None or index % self.block_size:
             return None
-        omegas = [w for layer in self.layers[index : index + self.block_size] for w in layer.omegas()]
+        layers = cast(Iterable[DecoderLayer], self.layers[index : index + self.block_size])
+        omegas = [w for layer in layers for w in layer.omegas()]
         if index + self.block_size >= len(self.layers):
             omegas.append(site_weight(self.output_attn_res_norm, self.output_attn_res_proj))
         return torch.stack(omegas)
@@ -119,6 +121,9 @@ class K3Model(nn.Module):
 
 class K3ForCausalLM(nn.Module):
     """The model with its head. Weights are uninitialised until `init_weights` or a checkpoint sets them."""
+
+    from_pretrained: ClassVar[Callable[..., "K3ForCausalLM"]]     # bound by `openk3/__init__.py`: `checkpoint` stands above the model
+    save_pretrained: ClassVar[Callable[..., Path]]
 
     def __init__(self, config: K3Config):
         super().__init__()

@@ -33,6 +33,7 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         text = config.text_config
         linear = text.linear_attn_config
+        assert linear is not None                       # a config without it has no KDA layers
         width, heads, size = text.hidden_size, linear.num_heads, linear.head_dim
         inner = heads * size
         self.heads, self.size, self.lower_bound = heads, size, linear.gate_lower_bound

@@ -31,6 +31,7 @@ class Router(nn.Module):
     def __init__(self, config: K3Config):
         super().__init__()
         text = config.text_config
+        assert text.num_experts is not None and text.num_experts_per_token is not None      # or every layer is dense
         self.num_experts, self.k = text.num_experts, text.num_experts_per_token
         self.activation, self.renormalize, self.scale = text.moe_router_activation_func, text.moe_renormalize, text.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(text.num_experts, text.hidden_size))
@@ -49,6 +50,7 @@ class Router(nn.Module):
                         renormalize=self.renormalize, scale=self.scale, cutoff=collect)
         if collect:
             with self.counting, torch.no_grad():
+                assert self.load is not None and self.histogram is not None and routing.cutoff is not None
                 self.load += expert_load(routing.indices, self.num_experts, valid)
                 self.histogram += required_bias_histogram(
                     routing.scores, routing.cutoff, self.hist_lo, self.hist_width, self.bins, valid)
@@ -85,6 +87,7 @@ class LatentMoE(nn.Module):
         super().__init__()
         text = config.text_config
         width, latent = text.hidden_size, text.routed_expert_hidden_size
+        assert text.num_experts is not None and text.moe_intermediate_size is not None      # or every layer is dense
         self.gate = Router(config)
         self.experts = Experts(text.num_experts, text.latent_size, text.moe_intermediate_size, act)
         if latent is not None:

@@ -35,9 +35,10 @@ class Layout:
     @property
     def valid(self) -> Tensor | None:
         """bool `[B, T]`: tokens that count; None: all."""
-        if self.lengths is None:
+        lengths = self.lengths
+        if lengths is None:
             return None
-        return self._once("valid", lambda: torch.arange(self.tokens, device=self.device) < self.lengths[:, None])
+        return self._once("valid", lambda: torch.arange(self.tokens, device=self.device) < lengths[:, None])
 
     @property
     def positions(self) -> Tensor:

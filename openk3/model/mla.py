@@ -23,6 +23,7 @@ class GatedMLA(nn.Module):
     def __init__(self, config: K3Config):
         super().__init__()
         text = config.text_config
+        assert text.kv_lora_rank is not None            # null: `MultiHeadAttention`
         width, self.heads, self.rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
         self.nope, self.rope, self.value = text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim
         self.theta = None if text.mla_use_nope else text.rope_theta

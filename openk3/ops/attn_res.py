@@ -23,7 +23,8 @@ def depth_weights(sources: list[Tensor], omega: Tensor, eps: float) -> Tensor:
 def mix_reference(sources: list[Tensor], omega: Tensor, eps: float) -> Tensor:
     """The equation, plainly: the oracle. Differentiable; `[..., D]` in the sources' dtype."""
     p = depth_weights(sources, omega, eps)
-    return sum(p[..., j, None] * wide(v) for j, v in enumerate(sources)).to(sources[-1].dtype)
+    terms = (p[..., j, None] * wide(v) for j, v in enumerate(sources))
+    return sum(terms, start=torch.zeros_like(wide(sources[0]))).to(sources[-1].dtype)
 
 
 def mix(sources: list[Tensor], omega: Tensor, eps: float) -> Tensor:

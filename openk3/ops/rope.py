@@ -14,7 +14,7 @@ def rotary_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + dim/2) of x `[..., dim]` by their angles, in float32 (float64 stays); cos and sin broadcast to `[..., dim/2]`."""
+    """Turn the pairs (i, i + dim/2) of x `[..., dim]` by their angles, in float32 at least; cos and sin broadcast to `[..., dim/2]`."""
     a, b = wide(x).chunk(2, -1)
     cos, sin = cos.to(a.dtype), sin.to(a.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -8,6 +8,7 @@ and both backgrounds. Sizes are in CSS pixels (72 dots an inch make a point a pi
 import io
 import itertools
 import re
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,7 +17,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from .reader import Run, last_loads, number, numbers
+from .reader import Run, items, last_loads, number, numbers
 
 INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
 BLUE, ORANGE = "#0a0a01", "#0a0a02"
@@ -24,7 +25,7 @@ _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper", 
 DEAD = "#d55e00"
 HALF = 420  # the width of a figure that takes one of two columns, and all of a telephone's screen
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "openk3", "figure.dpi": 72, "savefig.dpi": 72,
     "text.parse_math": False, "font.size": 11.5, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
     "axes.facecolor": "none", "axes.labelsize": 11.5,
@@ -225,8 +226,7 @@ def depth_weights(run: Run) -> str | None:
     """Heat map of Attention Residuals: one row a mixing site in depth order, one column a source, its mean softmax weight."""
     sites = []
     for record in reversed(run.records["probe"]):
-        entries = record.get("attn_res") if isinstance(record.get("attn_res"), list) else []
-        sites = [_depth_site(entry) for entry in entries if isinstance(entry, dict)]
+        sites = [_depth_site(entry) for entry in items(record.get("attn_res")) if isinstance(entry, dict)]
         if any(weights for _, weights in sites):
             break
     sources = sorted({source for _, weights in sites for source in weights}, key=_source_order)
@@ -268,7 +268,7 @@ def half_lives(run: Run) -> list[tuple[str, np.ndarray]]:
     """Per KDA layer of the last probe: its name and the sorted 1, 5, 25, 50, 75, 95, 99 % quantiles of the half-life in tokens."""
     for record in reversed(run.records["probe"]):
         out = []
-        for entry in record.get("decay") if isinstance(record.get("decay"), list) else []:
+        for entry in items(record.get("decay")):
             entry = entry if isinstance(entry, dict) else {}
             lives = numbers(entry.get("half_life"))
             if lives.size != 7 or np.isnan(lives).any():
@@ -354,6 +354,7 @@ def _frame(width: int, height: int, left: int = 44, right: int = 14, top: int = 
 def _title(axes: Axes, text: str) -> None:
     """The unit of an axis, over its numbers, at the left edge of the figure."""
     figure = axes.figure
+    assert isinstance(figure, Figure)  # `_frame` made it
     top = axes.get_position().y1 + 12 / (figure.get_figheight() * 72)
     figure.text(0, top, text, color=MUTED, ha="left", va="baseline")
 
@@ -431,8 +432,9 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-    view = re.search(r'viewBox="[^"]*"', text)[0]
-    text = re.sub(r"<svg[^>]*>", f'<svg {view} role="img" aria-label="{label}">', text, count=1)
+    view = re.search(r'viewBox="[^"]*"', text)
+    assert view is not None  # matplotlib always writes one
+    text = re.sub(r"<svg[^>]*>", f'<svg {view[0]} role="img" aria-label="{label}">', text, count=1)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     text = text.replace("xlink:href=", "href=")
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)

@@ -72,6 +72,11 @@ def numbers(value: object) -> np.ndarray:
     return np.array([number(item) for item in value], dtype=np.float64) if isinstance(value, list) else np.zeros(0)
 
 
+def items(value: object) -> list:
+    """A JSON list; empty for everything else."""
+    return value if isinstance(value, list) else []
+
+
 def read_run(run_dir: Path) -> Run:
     """Read a run folder. UserError where there is no folder, no metrics.jsonl, or not one record in it."""
     folder = Path(run_dir)
@@ -140,10 +145,9 @@ def _keep(run: Run, record: dict) -> None:
 def last_loads(run: Run) -> tuple[list[str], list[np.ndarray]]:
     """Names and loads (float64 [E], in units of the fair share q) of each mixture layer in the last usable balance record."""
     for record in reversed(run.records["balance"]):
-        layers = record.get("layers") if isinstance(record.get("layers"), list) else []
-        loads = [numbers(layer) for layer in layers]
+        loads = [numbers(layer) for layer in items(record.get("layers"))]
         if loads and all(load.size and np.isfinite(load).all() for load in loads):
-            ids = record.get("layer_ids") if isinstance(record.get("layer_ids"), list) else []
+            ids = items(record.get("layer_ids"))
             return [f"L{ids[i]}" if i < len(ids) else f"#{i}" for i in range(len(loads))], loads
     return [], []
 

@@ -31,28 +31,13 @@ from openk3.report import write_report
 from openk3.text.tokenizer import Tokenizer
 from openk3.train import runfolder
 from openk3.train.evaluate import score
+from openk3.train.listener import Listener
 from openk3.train.options import TrainOptions
 from openk3.train.probe import probe
 from openk3.train.samples import code_prompts, parses_as_python
 from openk3.train.workers import Workers, keep_freed_memory
 
 SAMPLING = Sampling(temperature=0.6, top_p=0.95)         # of the completions at the end of a run
-
-
-class Listener:
-    """What a run tells while it works; every method may be left as it is."""
-
-    def message(self, text: str) -> None:
-        """A line worth reading."""
-
-    def step(self, metrics: dict, progress: float) -> None:
-        """After every step; progress in 0 … 1."""
-
-    def scoring(self, done: int, total: int) -> None:
-        """Held-out windows scored so far."""
-
-    def evaluated(self, metrics: dict) -> None:
-        """A look at the held-out text."""
 
 
 def train(options: TrainOptions, listener: Listener | None = None) -> Path:
@@ -156,15 +141,20 @@ class Trainer:
     @property
     def progress(self) -> float:
         """How much of the run is done, 0 … 1."""
-        minutes = self.options.budget_minutes
-        return min(1.0, self.tokens / self.options.tokens if minutes is None else self.seconds / (60 * minutes))
+        return min(1.0, self._part(self.tokens, self.seconds))
 
     def _midway(self) -> float:
         """Progress at the middle of the step that begins: at its start the first one's rate would be 0."""
+        return self._part(self.tokens + self.options.batch_size * self.options.seq_len / 2,
+                          self.seconds + self.seconds / max(1, 2 * self.step_number) + 0.1)
+
+    def _part(self, tokens: float, seconds: float) -> float:
+        """What part of the budget these are, whichever of the two decides."""
         minutes = self.options.budget_minutes
-        if minutes is None:
-            return (self.tokens + self.options.batch_size * self.options.seq_len / 2) / self.options.tokens
-        return (self.seconds + self.seconds / max(1, 2 * self.step_number) + 0.1) / (60 * minutes)
+        if minutes is not None:
+            return seconds / (60 * minutes)
+        assert self.options.tokens is not None
+        return tokens / self.options.tokens
 
     def run(self) -> bool:
         """Train until the budget is spent (True) or Ctrl-C (False)."""

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from openk3.errors import UserError
 
@@ -119,7 +119,7 @@ class TrainOptions:
         unknown = sorted(set(saved) - known)
         if unknown:
             raise UserError(f"train.json: this openk3 doesn't know the option {unknown[0]!r}; resume with the version that wrote it")
-        value = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        value: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
         for name in ("out", "tokenizer"):
             value[name] = None if value.get(name) is None else Path(value[name])
         value["data"] = tuple(Path(p) for p in value.get("data", ()))

@@ -113,9 +113,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(options, tmp_path, preset)
 def test_killed_at_any_moment_it_resumes_and_repeats(options, tmp_path):
     plain = dataclasses.replace(options, samples=0, final_eval=False)
     whole = train(dataclasses.replace(plain, out=tmp_path / "whole"))
-    args = [sys.executable, "-m", "openk3", "train", "--data", str(options.data[0]), "--config", options.config, "--out", str(tmp_path / "killed"),
-            "--vocab-size", "300", "--seq-len", "64", "--batch-size", "4", "--tokens", str(options.tokens), "--lr", "0.01", "--eval-every", "0",
-            "--save-every", "0.001", "--samples", "0", "--no-final-eval", "--dtype", "float32", "--device", "cpu",
+    args = [sys.executable, "-m", "openk3", "train", "--data", str(options.data[0]), "--config", options.config,
+            "--out", str(tmp_path / "killed"), "--vocab-size", "300", "--seq-len", "64", "--batch-size", "4",
+            "--tokens", str(options.tokens), "--lr", "0.01", "--eval-every", "0", "--save-every", "0.001",
+            "--samples", "0", "--no-final-eval", "--dtype", "float32", "--device", "cpu",
             "--threads", str(torch.get_num_threads())]
     process = subprocess.Popen(args, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     metrics, deadline = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 120
@@ -200,7 +201,8 @@ def test_resuming_with_another_corpus_is_refused(options, corpus, tmp_path):
         train(TrainOptions(out=options.out, resume=True, tokens=4 * 64 * 2))
 
 
-@pytest.mark.parametrize("bad", [{"minutes": 0}, {"minutes": 1, "tokens": 5}, {"lr": -1}, {"micro_batch": 3, "batch_size": 8}, {"warmup": 1.0}])
+@pytest.mark.parametrize("bad", [
+    {"minutes": 0}, {"minutes": 1, "tokens": 5}, {"lr": -1}, {"micro_batch": 3, "batch_size": 8}, {"warmup": 1.0}])
 def test_options_out_of_range_are_refused(bad):
     with pytest.raises(UserError):
         TrainOptions(**bad).check()

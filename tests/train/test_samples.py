@@ -15,7 +15,8 @@ def test_a_text_that_was_cut_parses(text):
 
 
 @pytest.mark.parametrize("text", [
-    "def f(x)\n    return\n", "x = = 1\ny=2\n", "@dec\n", "  x=1\ny=2\n", "def f():\n    x = 'abc\n    y = 1\n", "for x in y:\n    z\n  w\n",
+    "def f(x)\n    return\n",
+    "x = = 1\ny=2\n", "@dec\n", "  x=1\ny=2\n", "def f():\n    x = 'abc\n    y = 1\n", "for x in y:\n    z\n  w\n",
     "x)\ny\n", "", "def f():\nreturn 1\n", "x = 1\nx +\ny = 2\n", "print 'hello'\nx = 1\n",
 ])
 def test_a_text_that_is_wrong_does_not(text):
