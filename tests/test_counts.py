@@ -128,7 +128,7 @@ def test_counts_equal_the_sum_over_tensors(name):
 def test_description_says_what_the_model_is():
     k3, dense = dict(describe(preset("k3"))), dict(describe(preset("dense-nano")))
     assert k3["layers"] == "93 (69 KDA, 24 MLA; 1 dense, 92 with experts)" and k3["residual"] == "AttnRes, 8 blocks of 12 layers"
-    assert "2.78T" in k3["parameters"] and "104.2B" in k3["active per token"] and "MXFP4" in k3["experts"]
+    assert "2.78T" in k3["with vision"] and "104.2B" in k3["active per token"] and "MXFP4" in k3["experts"]
     assert dense["residual"] == "plain" and "rotary" in dense["multi-head attention"] and "experts" not in dense and "KDA" not in dense
     assert [short(n) for n in (999, 1234, 999_960, 12_345_678, 2_779_931_834_976)] == ["999", "1.234K", "1M", "12.35M", "2.78T"]
 
