@@ -25,7 +25,7 @@ slow: .venv/installed-dev
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check openk3 tests
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 install: .venv/installed
 dev: .venv/installed-dev
