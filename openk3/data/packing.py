@@ -3,7 +3,8 @@
 Axes: B rows, T tokens of a row. A document is stored as [BOS] text [EOS]. An epoch is one stream of all documents in an
 order of its own; epochs follow each other without a gap, and the stream is cut into rows. Each input's target is the next
 token of the stream, at a row's end too; after [EOS] that would be another document's [BOS], so it is masked. A document
-that doesn't fit goes on in the next row, whose state starts fresh: a row knows nothing of the one before it.
+that doesn't fit goes on in the next row, whose state starts fresh: a row knows nothing of the one before it. Rows are drawn
+in random order from about an epoch of them: neighbours are pieces of one document, and a batch of neighbours is one sample.
 """
 
 from __future__ import annotations
@@ -108,11 +109,13 @@ class PackedDataset:
     """An endless iterator of `Batch`, the same on every platform for the same seed, resumable from four numbers.
 
     tokens, offsets: as in `TokenizedDocuments`; documents without text are left out. With `world` ranks, rank r takes the
-    batches r, r + world, …; the state is the same on all of them. Raises UserError for sizes that give no batch.
+    batches r, r + world, …; the state is the same on all of them. shuffle_rows False: rows in the stream's order.
+    Raises UserError for sizes that give no batch.
     """
 
     def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, seq_len: int, batch_size: int, seed: int = 0, *, rank: int = 0, world: int = 1
+        self, tokens: np.ndarray, offsets: np.ndarray, seq_len: int, batch_size: int, seed: int = 0, *, rank: int = 0, world: int = 1,
+        shuffle_rows: bool = True,
     ) -> None:
         if seq_len < 2 or batch_size < 1:
             raise UserError(f"a batch of {batch_size} x {seq_len} tokens can't be packed: batch size must be >= 1, sequence length >= 2")
@@ -127,6 +130,8 @@ class PackedDataset:
         self.tokens_per_epoch = int(self._lengths[self._documents].sum())
         if not self.tokens_per_epoch:
             raise UserError("no document has any text to train on: give files or folders with text (--data PATH)")
+        self._window = self.tokens_per_epoch // seq_len if shuffle_rows else 0  # rows among which order is random
+        self._row_orders: dict[int, np.ndarray] = {}
         self._position = 0  # tokens that all ranks together have taken from the stream since epoch 0 began
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -139,13 +144,15 @@ class PackedDataset:
 
     def __next__(self) -> Batch:
         size = self.batch_size * self.seq_len
-        ids, begins = self._read(self._position + self.rank * size, size + 1)  # one more, for the last target
+        first = self._position // self.seq_len + self.rank * self.batch_size
+        rows = [self._row(first + row) * self.seq_len for row in range(self.batch_size)]
+        read = [self._read(start, self.seq_len + 1) for start in rows]  # one more, for the last target
+        ids, begins = (np.stack(parts) for parts in zip(*read, strict=True))  # [B, T + 1]
         self._position += self.world * size
-        targets = np.where(begins[1:], IGNORE_INDEX, ids[1:])
-        begins[: size : self.seq_len] = True
-        cu_seqlens = np.append(np.flatnonzero(begins[:size]), size).astype(np.int32)
-        shape = (self.batch_size, self.seq_len)
-        return Batch(torch.from_numpy(ids[:size]).view(shape), torch.from_numpy(targets).view(shape), torch.from_numpy(cu_seqlens))
+        targets = np.where(begins[:, 1:], IGNORE_INDEX, ids[:, 1:])
+        begins[:, 0] = True
+        cu_seqlens = np.append(np.flatnonzero(begins[:, :-1]), size).astype(np.int32)
+        return Batch(torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(targets), torch.from_numpy(cu_seqlens))
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch begins: its epoch and the tokens of that epoch already taken; batch size and length aren't part of it."""
@@ -160,8 +167,19 @@ class PackedDataset:
                 "resume with the same data and tokenizer, or begin a new run"
             )
         if state["seed"] != self.seed:
-            self.seed, self._orders = state["seed"], {}
+            self.seed, self._orders, self._row_orders = state["seed"], {}, {}
         self._position = state["epoch"] * self.tokens_per_epoch + state["position"]
+
+    def _row(self, index: int) -> int:
+        """Which row of the stream comes at place `index`: a random order within each window."""
+        if self._window < 2:
+            return index
+        window, place = divmod(index, self._window)
+        if window not in self._row_orders:
+            raw = np.random.PCG64(np.random.SeedSequence([self.seed, window, 1])).random_raw(self._window)  # as in `_order`
+            self._row_orders = {w: order for w, order in self._row_orders.items() if w == window - 1}
+            self._row_orders[window] = np.argsort(raw, kind="stable")
+        return window * self._window + int(self._row_orders[window][place])
 
     def _read(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [count] tokens of the endless stream from `position`, and bool [count]: a document begins here."""
@@ -185,7 +203,7 @@ class PackedDataset:
             # Sorting raw bits, not Generator.permutation: NumPy promises the first for all its versions, not the second.
             raw = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self._documents))
             documents = self._documents[np.argsort(raw, kind="stable")]
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}  # a batch may span two epochs
+            self._orders = {e: order for e, order in self._orders.items() if abs(e - epoch) == 1}  # rows of a batch may lie in two epochs
             self._orders[epoch] = documents, np.cumsum(self._lengths[documents])
         return self._orders[epoch]
 

@@ -200,9 +200,9 @@ class Trainer:
 
     def look(self) -> None:
         """Score a held-out sample and see what the parts are doing; the clock of training stands still."""
-        documents = [d.text for d in self.corpus.held_out]
-        sample = documents[:: max(1, len(documents) // max(1, self.options.eval_documents))][: self.options.eval_documents]
-        self._score(sample, "sample")
+        documents = sorted((d.text for d in self.corpus.held_out), key=len)         # quantiles of length: small and large ones
+        count = min(len(documents), max(1, self.options.eval_documents))
+        self._score([documents[(2 * n + 1) * len(documents) // (2 * count)] for n in range(count)], "sample")
         ids = torch.from_numpy(np.asarray(self.data.tokens[: self.options.seq_len]).astype(np.int64))[None].to(self.device)
         self.metrics.write("probe", step=self.step_number, **probe(self.model, ids))
 

@@ -67,7 +67,7 @@ sizes = {"seq_len": st.integers(2, 9), "batch_size": st.integers(1, 4), "seed": 
 
 @given(texts=texts, **sizes)
 def test_unmasked_targets_of_an_epoch_are_every_document_once(texts, seq_len, batch_size, seed) -> None:
-    dataset = packed(texts, seq_len, batch_size, seed)
+    dataset = packed(texts, seq_len, batch_size, seed, shuffle_rows=False)
     epochs = 3
     stream: list[int] = []
     while dataset.epoch < epochs:
@@ -86,13 +86,31 @@ def test_unmasked_targets_of_an_epoch_are_every_document_once(texts, seq_len, ba
 
 @given(texts=texts, **sizes)
 def test_targets_are_the_next_inputs_and_never_another_documents(texts, seq_len, batch_size, seed) -> None:
-    dataset = packed(texts, seq_len, batch_size, seed)
+    dataset = packed(texts, seq_len, batch_size, seed, shuffle_rows=False)
     batches = take(dataset, 4)
     inputs = torch.cat([batch.input_ids.flatten() for batch in batches]).tolist()
     targets = torch.cat([batch.targets.flatten() for batch in batches]).tolist()
     for place, following in enumerate(inputs[1:]):  # across rows and batches too
         assert targets[place] == (IGNORE_INDEX if inputs[place] == EOS else following)
         assert (inputs[place] == EOS) == (following == BOS)
+
+
+@given(texts=texts, **sizes)
+def test_rows_in_random_order_are_the_rows_of_the_stream(texts, seq_len, batch_size, seed) -> None:
+    shuffled, ordered = (packed(texts, seq_len, batch_size, seed, shuffle_rows=shuffle) for shuffle in (True, False))
+    window = max(1, shuffled.tokens_per_epoch // seq_len)                # windows and batches meet again after so many batches
+
+    def rows(dataset: PackedDataset) -> list[tuple]:
+        batches = take(dataset, window)
+        return [(tuple(i), tuple(t)) for b in batches for i, t in zip(b.input_ids.tolist(), b.targets.tolist(), strict=True)]
+
+    assert sorted(rows(shuffled)) == sorted(rows(ordered))
+
+
+def test_a_batch_is_drawn_from_all_over_the_corpus() -> None:
+    texts = [[n] * 510 for n in range(64)]                               # eight rows each
+    ordered, shuffled = (next(packed(texts, 64, 8, shuffle_rows=shuffle)) for shuffle in (False, True))
+    assert len(ordered.input_ids.unique()) <= 3 and len(shuffled.input_ids.unique()) >= 7
 
 
 @given(texts=texts, **sizes)
