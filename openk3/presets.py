@@ -65,16 +65,16 @@ def _k3_like(
 def nano() -> K3Config:
     """Every part of K3, small enough to train in minutes on two CPU cores."""
     return _k3_like(
-        layers=8, block=4, width=192, heads=3, head_dim=64, qk=(32, 32), ranks=(96, 64), vocab=4096, context=8192,
-        dense=512, experts=64, top=4, expert_width=96,
+        layers=8, block=4, width=128, heads=2, head_dim=64, qk=(32, 32), ranks=(64, 48), vocab=4096, context=8192,
+        dense=384, experts=64, top=4, expert_width=48,
     )  # fmt: skip
 
 
 def dense_nano() -> K3Config:
     """The control beside nano: a plain transformer (multi-head attention, rotary, SwiGLU) with about as many active parameters."""
     text = _text(
-        vocab_size=4096, hidden_size=192, intermediate_size=576, num_hidden_layers=8, max_position_embeddings=8192,
-        num_attention_heads=3, q_lora_rank=None, kv_lora_rank=None, qk_nope_head_dim=0, qk_rope_head_dim=64, v_head_dim=64,
+        vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=8, max_position_embeddings=8192,
+        num_attention_heads=2, q_lora_rank=None, kv_lora_rank=None, qk_nope_head_dim=0, qk_rope_head_dim=64, v_head_dim=64,
         mla_use_nope=False, hidden_act="silu", num_experts=None,
     )  # fmt: skip
     return _wrapped(text)
@@ -83,10 +83,10 @@ def dense_nano() -> K3Config:
 def k2_nano() -> K3Config:
     """nano's size as Kimi K2 is built: MLA with rotary everywhere, SwiGLU experts at full width (so half as wide inside)."""
     text = _text(
-        vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=8, max_position_embeddings=8192,
-        num_attention_heads=3, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
+        vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=8, max_position_embeddings=8192,
+        num_attention_heads=2, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
         mla_use_nope=False, hidden_act="silu",
-        num_experts=64, num_experts_per_token=4, num_shared_experts=4, moe_intermediate_size=48, first_k_dense_replace=1,
+        num_experts=64, num_experts_per_token=4, num_shared_experts=4, moe_intermediate_size=24, first_k_dense_replace=1,
     )  # fmt: skip
     return _wrapped(text)
 
