@@ -48,7 +48,7 @@ def test_config_lists_presets_and_writes_json(capsys):
     listed = capsys.readouterr().out
     assert all(name in listed for name in PRESETS)
     main(["config", "nano", "--json"])
-    assert json.loads(capsys.readouterr().out)["text_config"]["num_experts"] == 64
+    assert json.loads(capsys.readouterr().out)["text_config"]["num_experts"] == 96
 
 
 def test_generate_streams_the_prompt_and_more(run, capsys):

@@ -14,7 +14,7 @@ from torch import Tensor
 from openk3.ops.precision import wide
 from openk3.ops.situ import Activation
 
-ROUND = 64                     # rows: capacities come in these steps, so that few shapes occur
+ROUND = 32                     # rows: capacities come in these steps, so that few shapes occur
 
 
 def experts_reference(z: Tensor, indices: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, act: Activation) -> Tensor:
