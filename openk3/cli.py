@@ -157,7 +157,7 @@ def evaluate(
     /,
     data: tuple[Path, ...] = (),
     exclude: tuple[str, ...] = (),
-    context: int = 512,
+    context: int | None = None,
     stride: int | None = None,
     json: bool = False,
 ) -> None:
@@ -167,13 +167,14 @@ def evaluate(
         model: A run folder or a checkpoint.
         data: Files, folders or JSONL; none: the standard library's source. The held-out part of them is scored.
         exclude: Patterns of files to leave out.
-        context: Tokens of a window.
+        context: Tokens of a window; default 512, or what the run was trained on where that's more.
         stride: Tokens from one window to the next; default half of the context.
         json: Print a JSON object.
     """
     from openk3.data.corpus import load_corpus
-    from openk3.train.evaluate import score
+    from openk3.train.evaluate import score, scoring_context, trained_seq_len
 
+    context = context or scoring_context(trained_seq_len(model))
     corpus = load_corpus(data or None, exclude=exclude)
     loaded, tokenizer = _load(model)
     with Progress(TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=note, transient=True) as bar:
@@ -297,8 +298,12 @@ def compare(
 
     base = TrainOptions(data=options.data, exclude=options.exclude, batch_size=options.batch_size, seq_len=options.seq_len,
                         dtype=options.dtype, optimizer=options.optimizer)
-    found = run(configs, options.out, options=base, seeds=options.seeds, minutes=options.minutes, rates=options.rates,
-                tune_minutes=options.tune_minutes, listener=TrainDisplay(options.out), tell=note.print)
+    display = TrainDisplay(options.out)
+    try:
+        found = run(configs, options.out, options=base, seeds=options.seeds, minutes=options.minutes, rates=options.rates,
+                    tune_minutes=options.tune_minutes, listener=display, tell=display.message)
+    finally:
+        display.close()
     columns = ("config", "bits per byte", "best lr", "tokens", "active parameters", "difference to " + found["against"])
     table = Table(*columns, box=None, pad_edge=False)
     for name, bits in found["bits_per_byte"].items():
@@ -308,8 +313,29 @@ def compare(
         table.add_row(name, f"{bits:.4f}", f"{found['best_rate'][name]:g}", f"{sum(r['tokens'] for r in runs) / len(runs):,.0f}",
                       f"{runs[0]['parameters_active']:,}", "" if gap is None else f"{gap['mean']:+.4f}{half}")
     out.print(table)
+    for part in found["profile"].values():
+        out.print()
+        _print_profile(part)
+    out.print()
     out.print(f"{found['seeds']} seeds of {found['minutes']:g} minutes, 95 % interval of the paired difference; "
               f"written to {options.out / 'comparison.json'}")
+
+
+def profile(run: Folder, /, steps: int = 8, json: bool = False) -> None:
+    """Where a training step's time goes, part by part: a few steps more on a copy of a run's model.
+
+    Args:
+        run: A run folder.
+        steps: Steps to time; the best one counts.
+        json: Print a JSON object.
+    """
+    from openk3.lab.profile import profile as run_profile
+
+    found = run_profile(run, steps).to_json()
+    if json:
+        sys.stdout.write(_dumps(found) + "\n")
+    else:
+        _print_profile(found)
 
 
 def report(run: Folder, /) -> None:
@@ -320,7 +346,8 @@ def report(run: Folder, /) -> None:
 
 
 COMMANDS = {"train": train, "generate": generate, "chat": chat, "eval": evaluate, "config": config, "inspect": inspect,
-            "convert": convert, "doctor": doctor, "report": report, "compare": compare}
+            "convert": convert, "doctor": doctor, "report": report, "compare": compare,
+            "profile": profile}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -353,24 +380,23 @@ class TrainDisplay(Listener):
         left = metrics["elapsed_s"] * (1 - progress) / progress if progress else 0.0
         balance = "" if metrics["max_vio"] is None else f"  MaxVio {metrics['max_vio']:.2f}"
         bits = "" if self.bits is None else f"  held-out {self.bits:.3f} bits/byte"
-        line = (f"step {metrics['step']}  {metrics['tokens'] / 1e6:.2f}M tokens  loss {metrics['loss']:.3f}{bits}{balance}  "
-                f"{metrics['tokens_per_s']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left")
+        self._show(progress, f"step {metrics['step']}  {metrics['tokens'] / 1e6:.2f}M tokens  loss {metrics['loss']:.3f}{bits}{balance}  "
+                             f"{metrics['tokens_per_s']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left")
+
+    def scoring(self, done: int, total: int) -> None:
+        self._show(done / total, f"scoring held-out text: {done:,} of {total:,} windows", now=False)
+
+    def _show(self, progress: float, line: str, now: bool = True) -> None:
+        """A bar on a terminal; elsewhere a line every ten seconds, and at the end where `now`."""
         if note.is_terminal:
             if self.live is None:
                 self.live = Progress(BarColumn(20), TextColumn("{task.description}"), console=note)
                 self.task = self.live.add_task("starting", total=1.0)
                 self.live.start()
             self.live.update(self.task, completed=progress, description=line)
-            if progress >= 1:
-                self.live.stop()
-                self.live = None
-        elif time.monotonic() - self.last > 10 or progress >= 1:
+        elif time.monotonic() - self.last > 10 or (now and progress >= 1):
             self.last = time.monotonic()
             note.print(line, soft_wrap=True)
-
-    def scoring(self, done: int, total: int) -> None:
-        if self.live is not None:
-            self.live.update(self.task, description=f"scoring held-out text: {done} of {total} windows")
 
     def evaluated(self, metrics: dict) -> None:
         self.bits = metrics["bits_per_byte"]
@@ -418,6 +444,18 @@ def _print_audit(found, tensors: bool) -> None:
         out.print(f"wrong: {text}", style="red", markup=False, soft_wrap=True)
     if not found.problems:
         out.print("nothing is missing, nothing is extra, every shape and dtype is as the config says", style="green")
+
+
+def _print_profile(found: dict) -> None:
+    table = Table("part", "calls", "forward ms", "backward ms", "share", box=None, pad_edge=False)
+    for column in range(1, 5):
+        table.columns[column].justify = "right"
+    for part in found["parts"]:
+        table.add_row(part["name"], str(part["calls"]), f"{part['forward_ms']:.1f}", f"{part['backward_ms']:.1f}", f"{part['share']:.0%}")
+    out.print(table)
+    out.print(f"{found['config']}: {found['ms']:,.0f} ms for {found['rows']} x {found['seq_len']} tokens on {found['threads']} thread(s), "
+              f"{found['dtype']}, {found['device']}; products with weights at {found['flops_per_s'] / 1e9:,.1f} GFLOP/s, "
+              f"{found['flops_per_s'] / found['peak']:.0%} of one large product's rate", soft_wrap=True)
 
 
 def _sampling(**values):

@@ -66,7 +66,7 @@ def nano() -> K3Config:
     """Every part of K3, small enough to train in minutes on two CPU cores."""
     return _k3_like(
         layers=8, block=4, width=128, heads=2, head_dim=64, qk=(32, 32), ranks=(64, 48), vocab=4096, context=8192,
-        dense=384, experts=96, top=4, expert_width=64,
+        dense=384, experts=64, top=8, expert_width=32,
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def k2_nano() -> K3Config:
         vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=8, max_position_embeddings=8192,
         num_attention_heads=2, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
         mla_use_nope=False, hidden_act="silu",
-        num_experts=96, num_experts_per_token=4, num_shared_experts=4, moe_intermediate_size=32, first_k_dense_replace=1,
+        num_experts=64, num_experts_per_token=8, num_shared_experts=4, moe_intermediate_size=16, first_k_dense_replace=1,
     )  # fmt: skip
     return _wrapped(text)
 

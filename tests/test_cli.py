@@ -48,7 +48,7 @@ def test_config_lists_presets_and_writes_json(capsys):
     listed = capsys.readouterr().out
     assert all(name in listed for name in PRESETS)
     main(["config", "nano", "--json"])
-    assert json.loads(capsys.readouterr().out)["text_config"]["num_experts"] == 96
+    assert json.loads(capsys.readouterr().out)["text_config"]["num_experts"] == 64
 
 
 def test_generate_streams_the_prompt_and_more(run, capsys):
@@ -88,6 +88,10 @@ def test_eval_scores_the_held_out_text(run, capsys):
     main(["eval", str(run), "--data", str(run.parent / "data"), "--context", "64", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["bits_per_byte"] < 10 and found["bytes"] > 0 and found["xz_bits_per_byte"] > 0
+    main(["eval", str(run), "--data", str(run.parent / "data"), "--json"])       # as the run did, so the run's figure
+    again = json.loads(capsys.readouterr().out)
+    final = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert again["context"] == 512 and again["bits_per_byte"] == pytest.approx(final["bits_per_byte"], rel=1e-4)
 
 
 def test_report_is_made_anew(run, capsys):
@@ -142,3 +146,14 @@ def test_every_command_the_readme_names_exists(capsys):
             main([command, "--help"])
         assert stop.value.code == 0
     capsys.readouterr()
+
+
+def test_profile_adds_up_and_leaves_the_run_alone(run, capsys):
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    main(["profile", str(run), "--steps", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ms"] == pytest.approx(sum(p["forward_ms"] + p["backward_ms"] for p in found["parts"]))
+    assert {"experts", "MLA", "optimizer", "balancing", "attention residuals"} <= {p["name"] for p in found["parts"]}
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    main(["profile", str(run), "--steps", "1"])
+    assert "GFLOP/s" in capsys.readouterr().out

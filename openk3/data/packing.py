@@ -1,16 +1,17 @@
 """Training rows: documents tokenised once, mapped from the user's cache, and packed back to back.
 
-Axes: B rows, T tokens of a row. A document is stored as [BOS] text [EOS]. An epoch is one stream of all documents in an
-order of its own; epochs follow each other without a gap, and the stream is cut into rows. Each input's target is the next
+Axes: B rows, T tokens of a row. A document is stored as [BOS] text [EOS]. An epoch is one stream of all documents, begun
+at another one each time; epochs follow each other without a gap, and the stream is cut into rows. Each input's target is the next
 token of the stream, at a row's end too; after [EOS] that would be another document's [BOS], so it is masked. A document
-that doesn't fit goes on in the next row, whose state starts fresh: a row knows nothing of the one before it. Rows are drawn
-in random order from about an epoch of them: neighbours are pieces of one document, and a batch of neighbours is one sample.
+that doesn't fit goes on in the next row, whose state starts fresh: a row knows nothing of the one before it. A batch's rows
+come from all over the stream, evenly: neighbours are pieces of one document, and a batch of neighbours is one sample.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -109,13 +110,17 @@ class PackedDataset:
     """An endless iterator of `Batch`, the same on every platform for the same seed, resumable from four numbers.
 
     tokens, offsets: as in `TokenizedDocuments`; documents without text are left out. With `world` ranks, rank r takes the
-    batches r, r + world, …; the state is the same on all of them. shuffle_rows False: rows in the stream's order.
+    batches r, r + world, …; the state is the same on all of them. spread_rows False: rows in the stream's order.
     Raises UserError for sizes that give no batch.
+
+    Neighbours in the stream are one document, or documents of one folder, so rows are taken by a stride of the golden ratio of an
+    epoch's rows: any few that follow one another lie evenly over the whole corpus. A batch is then a better sample of it than a random
+    one, in which a few rows of a long table of constants may meet.
     """
 
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, seq_len: int, batch_size: int, seed: int = 0, *, rank: int = 0, world: int = 1,
-        shuffle_rows: bool = True,
+        spread_rows: bool = True,
     ) -> None:
         if seq_len < 2 or batch_size < 1:
             raise UserError(f"a batch of {batch_size} x {seq_len} tokens can't be packed: batch size must be >= 1, sequence length >= 2")
@@ -130,8 +135,8 @@ class PackedDataset:
         self.tokens_per_epoch = int(self._lengths[self._documents].sum())
         if not self.tokens_per_epoch:
             raise UserError("no document has any text to train on: give files or folders with text (--data PATH)")
-        self._window = self.tokens_per_epoch // seq_len if shuffle_rows else 0  # rows among which order is random
-        self._row_orders: dict[int, np.ndarray] = {}
+        self._window = max(1, self.tokens_per_epoch // seq_len) if spread_rows else 1  # rows that the stride goes round
+        self._stride = _coprime(self._window * (math.sqrt(5) - 1) / 2, self._window)
         self._position = 0  # tokens that all ranks together have taken from the stream since epoch 0 began
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -167,19 +172,13 @@ class PackedDataset:
                 "resume with the same data and tokenizer, or begin a new run"
             )
         if state["seed"] != self.seed:
-            self.seed, self._orders, self._row_orders = state["seed"], {}, {}
+            self.seed, self._orders = state["seed"], {}
         self._position = state["epoch"] * self.tokens_per_epoch + state["position"]
 
     def _row(self, index: int) -> int:
-        """Which row of the stream comes at place `index`: a random order within each window."""
-        if self._window < 2:
-            return index
+        """Which row of the stream comes at place `index`: each window's rows once, from a random first one on."""
         window, place = divmod(index, self._window)
-        if window not in self._row_orders:
-            raw = np.random.PCG64(np.random.SeedSequence([self.seed, window, 1])).random_raw(self._window)  # as in `_order`
-            self._row_orders = {w: order for w, order in self._row_orders.items() if w == window - 1}
-            self._row_orders[window] = np.argsort(raw, kind="stable")
-        return window * self._window + int(self._row_orders[window][place])
+        return window * self._window + (_draw(self.seed, window, 1) + place * self._stride) % self._window
 
     def _read(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [count] tokens of the endless stream from `position`, and bool [count]: a document begins here."""
@@ -198,14 +197,25 @@ class PackedDataset:
         return ids, begins
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """An epoch's documents in its order, and where each ends in the epoch's stream."""
+        """An epoch's documents in its order, the corpus's from a random first one on, and where each ends in the epoch's stream."""
         if epoch not in self._orders:
-            # Sorting raw bits, not Generator.permutation: NumPy promises the first for all its versions, not the second.
-            raw = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self._documents))
-            documents = self._documents[np.argsort(raw, kind="stable")]
+            documents = np.roll(self._documents, _draw(self.seed, epoch) % len(self._documents))
             self._orders = {e: order for e, order in self._orders.items() if abs(e - epoch) == 1}  # rows of a batch may lie in two epochs
             self._orders[epoch] = documents, np.cumsum(self._lengths[documents])
         return self._orders[epoch]
+
+
+def _draw(*seed: int) -> int:
+    """63 random bits. Raw ones, not a Generator's method: NumPy promises the first for all its versions, not the second."""
+    return int(np.random.PCG64(np.random.SeedSequence(seed)).random_raw() >> 1)
+
+
+def _coprime(near: float, to: int) -> int:
+    """The smallest whole number from `near` on that shares no factor with `to`: multiples of it reach every remainder."""
+    number = max(1, round(near))
+    while math.gcd(number, to) > 1:
+        number += 1
+    return number
 
 
 def _dtype(tokenizer: Tokenizer) -> type[np.generic]:

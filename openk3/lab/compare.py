@@ -1,7 +1,8 @@
 """Two configs side by side: the same text, tokenizer, optimizer, minutes and number of tuning runs; the difference with its interval.
 
 Each config is first tuned over the same learning rates, each for the same short time and seed; the best rate on a held-out sample then
-trains once per seed, the configs taking turns so that a change of the machine's mood hits both. Differences are paired by seed.
+trains once per seed, the configs taking turns so that a change of the machine's mood hits both. Differences are paired by seed. A profile
+of a training step of each says where the time went.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openk3.errors import UserError
+from openk3.lab.profile import profile
 from openk3.train.listener import Listener
 from openk3.train.loop import pick_device, train
 from openk3.train.options import TrainOptions
@@ -51,6 +53,7 @@ def compare(configs: Sequence[str], out: Path, *, options: TrainOptions, seeds: 
         "minutes": minutes, "seeds": seeds, "tune_minutes": tune_minutes, "rates": list(rates), "best_rate": best,
         "bits_per_byte": {c: statistics.fmean(v) for c, v in bits.items()}, "xz_bits_per_byte": runs[0]["xz_bits_per_byte"],
         "difference": {c: paired(bits[c], bits[first]) for c in configs[1:]}, "against": first,
+        "profile": {c: profile(out / c / "seed-1").to_json() for c in configs},
         "runs": runs, "tuning": tuning, "options": options.to_json(), "machine": machine(pick_device(options.device)),
         "versions": versions(), "git": git_revision()}
     write_json(out / "comparison.json", result)

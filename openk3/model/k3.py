@@ -167,7 +167,12 @@ class K3ForCausalLM(nn.Module):
     def loss(self, input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, *, attention_mask: Tensor | None = None,
              reduction: str = "mean") -> Tensor:
         """Next-token cross-entropy in nats; targets int64 `[B, T]`, −100 where nothing is asked. Logits are float32 in the loss."""
-        logits = self(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask).logits
+        hidden = self(input_ids, cu_seqlens=cu_seqlens, attention_mask=attention_mask, head=False).last_hidden
+        return self.token_loss(hidden, targets, reduction)
+
+    def token_loss(self, hidden: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """The head and the cross-entropy of `loss`, for the model's last hidden states `[B, T, D]`."""
+        logits = self.lm_head(hidden)
         return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100, reduction=reduction)
 
     generate = generate

@@ -85,14 +85,17 @@ def block_specs(model: nn.Module, *, per_head: bool = True) -> list[ParamSpec]:
     return specs
 
 
-def specs_for(model: nn.Module, optimizer: str = "per-head-muon") -> list[ParamSpec]:
-    """`block_specs` under the name of a training option: "per-head-muon", "muon" or "adamw" (every matrix by AdamW, with decay)."""
+def specs_for(model: nn.Module, optimizer: str = "per-head-muon", router_lr: float = 1.0) -> list[ParamSpec]:
+    """`block_specs` under the name of a training option: "per-head-muon", "muon" or "adamw" (every matrix by AdamW, with decay).
+
+    router_lr: the routers' learning rate as a part of the others'.
+    """
     if optimizer not in OPTIMIZERS:
         raise UserError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
     specs = block_specs(model, per_head=optimizer == "per-head-muon")
     if optimizer == "adamw":
         specs = [replace(s, treatment="adamw", rows=None) if s.treatment == "muon" else s for s in specs]
-    return specs
+    return [replace(s, lr_scale=router_lr) if s.reason == "router" else s for s in specs]
 
 
 def describe(specs: Collection[ParamSpec]) -> list[dict[str, str | int]]:

@@ -4,9 +4,11 @@ Every byte of every document is scored exactly once. A document is read in windo
 before, so that a scored token has at least `context − stride` tokens of its document before it (or all there are).
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +33,19 @@ class Score:
     @property
     def perplexity(self) -> float:
         return math.exp(self.nats / self.tokens)
+
+
+def scoring_context(seq_len: int) -> int:
+    """Tokens of a window for a model trained on rows of `seq_len`: 512, or more where it saw more."""
+    return max(512, seq_len)
+
+
+def trained_seq_len(folder: Path) -> int:
+    """Tokens of a row that a run was trained on, as its train.json says; 0 for a checkpoint that has none."""
+    try:
+        return int(json.loads((folder / "train.json").read_text(encoding="utf-8"))["options"]["seq_len"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from openk3.presets import PRESETS, preset
 from openk3.report import write_report
 from openk3.text.tokenizer import Tokenizer
 from openk3.train import runfolder
-from openk3.train.evaluate import score
+from openk3.train.evaluate import score, scoring_context
 from openk3.train.listener import Listener
 from openk3.train.options import TrainOptions
 from openk3.train.probe import probe
@@ -73,7 +73,7 @@ class Trainer:
         self.config = self._config()
         self.model = K3ForCausalLM(self.config).init_weights(options.seed).to(self.device)
         self.model.model.compute_dtype = self.dtype
-        specs = specs_for(self.model, options.optimizer)
+        specs = specs_for(self.model, options.optimizer, options.router_lr)
         self.groups = describe(specs)
         half = torch.bfloat16 if self.dtype == torch.bfloat16 else None
         self.optimizer = MuonAdamW(specs, lr=options.lr, weight_decay=options.weight_decay, ns_dtype=half)
@@ -175,7 +175,7 @@ class Trainer:
         lr = lr_at(self._midway(), peak=options.lr, warmup=options.warmup, floor=options.floor, shape=options.schedule)
         batch = next(self.data)
         counted = max(1, int((batch.targets != -100).sum()))
-        self.balancer.ema = min(options.balance_ema, self.step_number / (self.step_number + 9))   # the first steps find the level
+        self.balancer.ema = self._ema(lr)
         self.balancer.begin_step()
         total = self.workers.backward(model, micro_batches(batch, self.rows), counted)
         norm = float(clip_grad_norm(model.parameters(), options.clip or None))
@@ -198,6 +198,12 @@ class Trainer:
             self.metrics.write("balance", step=self.step_number, **record)
         self.listener.step(metrics, self.progress)
 
+    def _ema(self, lr: float) -> float:
+        """How much of the balancing bias stays at this step: little at first, while its level is found; then more as the rate falls.
+        The bias is a mean over so many steps: a long one is more exact, a short one follows the routers, which move as the rate says."""
+        steady = self.options.balance_ema ** max(0.1, (lr / self.options.lr) ** 0.5)
+        return min(steady, self.step_number / (self.step_number + 9))
+
     def look(self) -> None:
         """Score a held-out sample and see what the parts are doing; the clock of training stands still."""
         documents = sorted((d.text for d in self.corpus.held_out), key=len)         # quantiles of length: small and large ones
@@ -207,7 +213,8 @@ class Trainer:
         self.metrics.write("probe", step=self.step_number, **probe(self.model, ids))
 
     def _score(self, documents: list[str], subset: str) -> float:
-        found = score(self.model, self.tokenizer, documents, context=self.options.seq_len, on_progress=self.listener.scoring)
+        found = score(self.model, self.tokenizer, documents, context=scoring_context(self.options.seq_len),
+                      on_progress=self.listener.scoring)
         metrics = {"step": self.step_number, "tokens": self.tokens, "elapsed_s": self.seconds,
                    "bits_per_byte": found.bits_per_byte, "subset": subset, "bytes": found.bytes}
         self.metrics.write("eval", **metrics)
@@ -263,6 +270,7 @@ class Trainer:
         """Complete the beginnings of held-out documents; the part of the Python ones that parses, None without any."""
         python = all(d.name.endswith(".py") for d in self.corpus.held_out)
         prompts = code_prompts([(d.name, d.text) for d in self.corpus.held_out], self.options.samples)
+        self.listener.message(f"completing the beginnings of {len(prompts)} held-out files")
         ids = [[self.tokenizer.bos_id, *self.tokenizer.encode(p)] for p in prompts]
         new = self.model.generate(ids, 128, sampling=SAMPLING, stop_ids=(self.tokenizer.eos_id,), seed=self.options.seed)
         parsed = []

@@ -33,9 +33,9 @@ class TrainOptions:
     """Of the byte-level BPE trained on the corpus, control tokens included."""
     tokenizer: Path | None = None
     """Use this tokenizer.json (or a folder that has one) instead of training one."""
-    seq_len: int = 512
+    seq_len: int = 128
     """Tokens a row; documents are packed into rows, and nothing crosses a document's border."""
-    batch_size: int = 8
+    batch_size: int = 32
     """Rows a step."""
     micro_batch: int | None = None
     """Rows at once; the step's gradients are summed over them. None: all."""
@@ -44,6 +44,8 @@ class TrainOptions:
     """For matrices; vectors, embeddings and the head take AdamW."""
     lr: float = 0.01
     """Peak learning rate."""
+    router_lr: float = 0.25
+    """The routers' rate, as a part of the others'. They're balanced a step late: what moves slower is followed more closely."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup: float = 0.02
     """Part of the run in which the rate rises."""
@@ -55,7 +57,8 @@ class TrainOptions:
     balance: Literal["quantile", "sign", "none"] = "quantile"
     """How expert load is kept even."""
     balance_ema: float = 0.9
-    """How much of the balancing bias stays at each step. 0 is K3's; a step of few tokens an expert wants more."""
+    """How much of the balancing bias stays at a step at the peak rate; more stays as the rate falls. 0: nothing, as in K3, whose steps
+    have thousands of tokens an expert."""
 
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -72,7 +75,7 @@ class TrainOptions:
     """Held-out documents in that sample."""
     save_every: float = 60.0
     """Seconds of training between saves of the state to resume from; 0: only at Ctrl-C and at the end."""
-    samples: int = 16
+    samples: int = 32
     """Completions drawn at the end."""
     final_eval: bool = True
     """Score all of the held-out text at the end."""
@@ -86,6 +89,8 @@ class TrainOptions:
             ("micro_batch", self.micro_batch is None or 0 < self.micro_batch <= self.batch_size, "between 1 and --batch-size"),
             ("seq_len", self.seq_len > 1, "2 or more"),
             ("lr", self.lr > 0, "more than 0"),
+            ("router_lr", self.router_lr > 0, "more than 0"),
+            ("balance_ema", 0 <= self.balance_ema < 1, "in [0, 1)"),
             ("warmup", 0 <= self.warmup < 1, "in [0, 1)"),
             ("floor", 0 <= self.floor <= 1, "in [0, 1]"),
             ("clip", self.clip >= 0, "0 or more"),

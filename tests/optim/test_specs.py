@@ -172,3 +172,9 @@ def test_vision_gets_adamw():
         ("vision_tower.norm0.weight", "adamw-no-decay"),
         ("mm_projector.proj.weight", "adamw"),
     ]
+
+
+def test_the_routers_may_have_a_rate_of_their_own(tiny):
+    specs = specs_for(tiny("k3"), router_lr=0.25)
+    assert {s.lr_scale for s in specs if s.name.endswith("gate.weight")} == {0.25}
+    assert {s.lr_scale for s in specs if not s.name.endswith("gate.weight")} == {1.0}

@@ -162,6 +162,18 @@ def test_expert_load_is_counted_once_over_micro_batches(options):
     assert torch.equal(*loads) and loads[0].sum() == 4 * 64 * 2
 
 
+def test_the_balancing_bias_keeps_more_of_itself_as_the_rate_falls(options):
+    trainer = Trainer(options, Listener())
+    trainer.step_number = 0
+    assert trainer._ema(options.lr) == 0                                # the first bias replaces nothing worth keeping
+    trainer.step_number = 10_000
+    kept = [trainer._ema(options.lr * part) for part in (1, 0.25, 0.01, 1e-6)]
+    assert kept[0] == options.balance_ema and kept == sorted(kept) and kept[2] == kept[3] == options.balance_ema**0.1
+    k3s = Trainer(dataclasses.replace(options, balance_ema=0.0, overwrite=True), Listener())
+    k3s.step_number = 10_000
+    assert [k3s._ema(options.lr * part) for part in (1, 0.01)] == [0, 0]
+
+
 @pytest.mark.parametrize("change, words", [
     ({"config": "nona"}, "nearest: nano"),
     ({"data": (Path("/nonexistent"),)}, "/nonexistent"),
