@@ -29,7 +29,11 @@ def compare(configs: Sequence[str], out: Path, *, options: TrainOptions, seeds: 
     """
     if len(configs) < 2:
         raise UserError("a comparison takes two configs or more, such as: openk3 compare nano dense-nano")
-    first, tokenizer = configs[0], options.tokenizer
+    files = {Path(c).stem: c for c in configs}                        # runs and results go by a config's name, as in a run's folder
+    if len(files) < len(configs):
+        raise UserError(f"two of {', '.join(configs)} have one name: their runs would share a folder; rename a file")
+    configs, tokenizer = list(files), options.tokenizer
+    first = configs[0]
 
     def run(config: str, name: str, rate: float, seed: int, length: float, full: bool) -> dict:
         nonlocal tokenizer
@@ -37,8 +41,9 @@ def compare(configs: Sequence[str], out: Path, *, options: TrainOptions, seeds: 
         final = _final(folder)
         if final is None:
             tell(f"{config}: {name}, {length:g} minutes")
-            train(dataclasses.replace(options, config=config, out=folder, lr=rate, seed=seed, minutes=length, tokens=None, overwrite=True,
-                                      tokenizer=tokenizer, eval_every=0, save_every=0, samples=0, final_eval=full), listener)
+            train(dataclasses.replace(
+                options, config=files[config], out=folder, lr=rate, seed=seed, minutes=length, tokens=None, overwrite=True,
+                tokenizer=tokenizer, eval_every=0, save_every=0, samples=0, final_eval=full), listener)
             final = _final(folder)
         if final is None:                                            # Ctrl-C: the run saved itself unfinished
             raise KeyboardInterrupt

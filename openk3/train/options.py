@@ -35,7 +35,7 @@ class TrainOptions:
     """Use this tokenizer.json (or a folder that has one) instead of training one."""
     seq_len: int = 128
     """Tokens a row; documents are packed into rows, and nothing crosses a document's border."""
-    batch_size: int = 32
+    batch_size: int = 48
     """Rows a step."""
     micro_batch: int | None = None
     """Rows at once; the step's gradients are summed over them. None: all."""
