@@ -193,19 +193,17 @@ def profile(run: Path, steps: int = 8) -> Profile:
 @contextmanager
 def _watched(model: nn.Module, watch: Stopwatch) -> Iterator[None]:
     """Every part of the model on the watch."""
-    modules = [(m, PARTS[type(m)]) for m in model.modules() if type(m) in PARTS]
+    methods = [(m, "forward", PARTS[type(m)]) for m in model.modules() if type(m) in PARTS] + [(model, "token_loss", HEAD)]
     functions = [(kda, "kda_chunk", kda.kda_chunk, RECURRENCE), (attn_res, "mix", attn_res.mix, DEPTH)]
-    for module, name in modules:
-        module.forward = watch.timed(name, module.forward)
-    model.token_loss = watch.timed(HEAD, model.token_loss)
+    for module, attribute, name in methods:
+        setattr(module, attribute, watch.timed(name, getattr(module, attribute)))
     for home, attribute, function, name in functions:
         setattr(home, attribute, watch.timed(name, function))
     try:
         yield
     finally:
-        for module, _ in modules:
-            del module.forward
-        del model.token_loss
+        for module, attribute, _ in methods:
+            delattr(module, attribute)
         for home, attribute, function, _ in functions:
             setattr(home, attribute, function)
 
@@ -229,6 +227,6 @@ def _peak(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
     for _ in range(10):
         watch.seconds.clear()
         with watch.running("product", "forward"):
-            a @ b
+            torch.mm(a, b)
         best = min(best, watch.seconds["product", "forward"])
     return 2 * size**3 / best
