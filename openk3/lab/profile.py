@@ -5,7 +5,6 @@ of a part inside another (the recurrence inside a KDA layer) is taken off the ou
 """
 
 import dataclasses
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from openk3 import checkpoint
 from openk3.data.corpus import load_corpus
 from openk3.data.packing import PackedDataset, tokenize_documents, user_cache
-from openk3.errors import UserError
 from openk3.model import attn_res, kda
 from openk3.model.kda import KimiDeltaAttention
 from openk3.model.latent_moe import Experts, LatentMoE, Router
@@ -141,7 +139,9 @@ def profile(run: Path, steps: int = 8) -> Profile:
 
     The best of the steps counts, part by part and phase by phase, after one that warms up. Errors: a folder that holds no run.
     """
-    options, device, dtype = _options(run)
+    options = TrainOptions.of_run(run)
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
     model = checkpoint.load(run, dtype=torch.float32, device=device).train()
@@ -206,18 +206,6 @@ def _watched(model: nn.Module, watch: Stopwatch) -> Iterator[None]:
             delattr(module, attribute)
         for home, attribute, function, _ in functions:
             setattr(home, attribute, function)
-
-
-def _options(run: Path) -> tuple[TrainOptions, torch.device, torch.dtype]:
-    path = run / "train.json"
-    try:
-        options = TrainOptions.from_json(json.loads(path.read_text(encoding="utf-8"))["options"])
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give a run folder that `openk3 train` made") from None
-    except (ValueError, KeyError) as e:
-        raise UserError(f"{path}: can't be read ({e})") from None
-    device = pick_device(options.device)
-    return options, device, pick_dtype(options.dtype, device)
 
 
 def _peak(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:

@@ -4,7 +4,6 @@ Every byte of every document is scored exactly once. A document is read in windo
 before, so that a scored token has at least `context − stride` tokens of its document before it (or all there are).
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from openk3.data.windows import batches, bits_per_byte, score_windows
 from openk3.text.tokenizer import Tokenizer
+from openk3.train.options import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ def scoring_context(seq_len: int) -> int:
 
 def trained_seq_len(folder: Path) -> int:
     """Tokens of a row that a run was trained on, as its train.json says; 0 for a checkpoint that has none."""
-    try:
-        return int(json.loads((folder / "train.json").read_text(encoding="utf-8"))["options"]["seq_len"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    return TrainOptions.of_run(folder).seq_len if (folder / "train.json").exists() else 0
 
 
 @torch.no_grad()

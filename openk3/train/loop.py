@@ -5,7 +5,6 @@ stops while the run evaluates or saves). What a listener shows of it is the comm
 """
 
 import dataclasses
-import json
 import signal
 import threading
 import time
@@ -336,13 +335,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _resumed(options: TrainOptions) -> TrainOptions:
     """The options the run began with; a longer budget may be given."""
-    path = options.folder / "train.json"
-    try:
-        saved = TrainOptions.from_json(json.loads(path.read_text(encoding="utf-8"))["options"])
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; there's no run to resume in {options.folder}") from None
-    except (ValueError, KeyError) as e:
-        raise UserError(f"{path}: can't be read ({e}); the run can't be resumed") from None
+    saved = TrainOptions.of_run(options.folder)
     device = options.device if options.device != "auto" else saved.device
     changed = {"resume": True, "overwrite": False, "out": options.folder, "device": device}
     if options.minutes is not None or options.tokens is not None:

@@ -1,6 +1,7 @@
 """Every option of a training run, with its default: the one place where they stand."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +117,17 @@ class TrainOptions:
 
     def to_json(self) -> dict:
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "TrainOptions":
+        """Those that a run folder's train.json holds. Errors: there's none, or it can't be read."""
+        path = folder / "train.json"
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8"))["options"])
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file; there's no run in {folder}: `openk3 train` makes one") from None
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{path}: can't be read ({e})") from None
 
     @classmethod
     def from_json(cls, saved: dict) -> "TrainOptions":

@@ -177,7 +177,7 @@ def test_the_balancing_bias_keeps_more_of_itself_as_the_rate_falls(options):
 @pytest.mark.parametrize("change, words", [
     ({"config": "nona"}, "nearest: nano"),
     ({"data": (Path("/nonexistent"),)}, "/nonexistent"),
-    ({"resume": True}, "no run to resume"),
+    ({"resume": True}, "there's no run in"),
     ({"vocab_size": 100}, "100"),
     ({"device": "cuda"}, "no such device"),
 ])
